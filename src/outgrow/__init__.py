@@ -1,0 +1,73 @@
+"""Outgrow trains networks that outgrow the memory of one device.
+
+Give it a PyTorch model, an optimizer and a budget in bytes: training stays inside the budget, with gradients equal
+to plain PyTorch's to the bit. What is listed here is public; nothing else is promised.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outgrow.api import plan as plan
+    from outgrow.cost.hardware import Hardware as Hardware
+    from outgrow.errors import BudgetTooSmall as BudgetTooSmall
+    from outgrow.errors import DeviceOutOfMemory as DeviceOutOfMemory
+    from outgrow.errors import InvalidBudget as InvalidBudget
+    from outgrow.errors import OutgrowError as OutgrowError
+    from outgrow.errors import SessionError as SessionError
+    from outgrow.errors import SpillError as SpillError
+    from outgrow.errors import TraceMismatch as TraceMismatch
+    from outgrow.errors import UnknownNetwork as UnknownNetwork
+    from outgrow.errors import UnknownPolicy as UnknownPolicy
+    from outgrow.errors import UnsupportedDevice as UnsupportedDevice
+    from outgrow.planning.plan import Plan as Plan
+    from outgrow.planning.policies import names as policies
+    from outgrow.planning.simulate import Prediction as Prediction
+    from outgrow.session import Session as Session
+    from outgrow.summary import Summary as Summary
+    from outgrow.tracing.capture import TrainingStep as TrainingStep
+    from outgrow.tracing.capture import trace as trace
+    from outgrow.tracing.ir import Trace as Trace
+
+__version__ = "0.1.0"
+
+# Where each public name lives. They are imported when they are first used: plans can then be read, compared and
+# simulated where there is no torch.
+_HOMES = {
+    "BudgetTooSmall": "errors",
+    "DeviceOutOfMemory": "errors",
+    "Hardware": "cost.hardware",
+    "InvalidBudget": "errors",
+    "OutgrowError": "errors",
+    "Plan": "planning.plan",
+    "Prediction": "planning.simulate",
+    "Session": "session",
+    "SessionError": "errors",
+    "SpillError": "errors",
+    "Summary": "summary",
+    "Trace": "tracing.ir",
+    "TraceMismatch": "errors",
+    "TrainingStep": "tracing.capture",
+    "UnknownNetwork": "errors",
+    "UnknownPolicy": "errors",
+    "UnsupportedDevice": "errors",
+    "plan": "api",
+    "policies": "planning.policies:names",
+    "trace": "tracing.capture",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = home.partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), attribute or name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,168 @@
+"""From the options of a command to a model, an optimizer, a loss and batches. All commands use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+import outgrow
+from outgrow.cli.datasets import Batch, Shape, default_data, open_data
+from outgrow.cli.options import Options
+from outgrow.errors import BudgetTooSmall, OutgrowError
+from outgrow.networks import Network, find
+from outgrow.planning.floor import least_budget
+from outgrow.planning.plan import Plan
+from outgrow.planning.policies import find as find_policy
+from outgrow.tracing.ir import Trace
+from outgrow.units import parse_bytes
+
+DEFAULT_LEARNING_RATE = {"sgd": 1e-3, "adamw": 3e-4}
+DEFAULT_MOMENTUM = 0.9
+
+_UNBOUNDED = 2**62  # bytes: a budget that nothing reaches
+
+
+class OptionError(OutgrowError, ValueError):
+    """An option whose value cannot work, with the network that was named."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train and how, every option checked and every default filled in.
+
+    `budget_bytes` is None for plain PyTorch; `learning_rate` and `momentum` are the optimizer's.
+    """
+
+    network: Network
+    data: str
+    shape: Shape
+    budget_bytes: int | None
+    policy: str
+    optimizer: str
+    learning_rate: float
+    momentum: float
+    dtype: torch.dtype
+    spill_dir: Path | None
+    allow_tmpfs: bool
+    seed: int
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model, its weights drawn from the seed, and its optimizer."""
+        torch.manual_seed(self.seed)
+        model = self.network.build(self.shape.image_size, self.shape.classes)
+        return model.train(), self._optimizer(model)
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
+        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
+
+    def batches(self) -> Iterator[Batch]:
+        """The endless stream of batches; the data is checked at once."""
+        return open_data(self.data, self.network, self.shape, self.seed)
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        """One training step; returns the loss, detached."""
+        data, target = batch
+        try:
+            with self._autocast():
+                loss = self.network.loss(model(data), target)
+        except OutgrowError:
+            raise
+        except ValueError as error:  # batch norm, say, cannot take one sample of one pixel
+            raise OptionError(
+                f"{self.network.name} cannot train on a batch of {self.shape.batch} at size "
+                f"{self.shape.image_size}: {error}"
+            ) from error
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast("cpu", dtype=self.dtype)
+
+    def make_step(self) -> outgrow.TrainingStep:
+        """The step on synthetic data, everything built here: what `outgrow.trace` asks for."""
+        model, optimizer = self.build()
+        batch = self.network.sample(self.shape.batch, self.shape.image_size, self.shape.classes)
+        return outgrow.TrainingStep(model, optimizer, lambda: self.step(model, optimizer, batch))
+
+    def fake_trace(self) -> Trace:
+        """The trace of one step, without allocating any of its memory."""
+        return costed(outgrow.trace(self.make_step, fake=True))
+
+    def plan(self, trace: Trace, budget_bytes: int) -> Plan:
+        """The plan that a session with this job's policy would follow under a budget, in bytes."""
+        return outgrow.plan(trace, budget=budget_bytes, policy=self.policy)
+
+    def check_that_it_fits(self) -> None:
+        """Fail before anything is allocated where no plan keeps the step inside the budget.
+
+        Raises:
+            BudgetTooSmall: with the least budget, and what takes it.
+        """
+        if self.budget_bytes is None:
+            return
+        trace = self.fake_trace()
+        floor = least_budget(self.plan(trace, self.budget_bytes).problem)
+        if self.budget_bytes < floor.bytes:
+            raise BudgetTooSmall(self.budget_bytes, floor.bytes, floor.holders, trace.describe_op(floor.op))
+
+
+def costed(trace: Trace) -> Trace:
+    """A fake trace with the times and workspaces that plans reckon with."""
+    return outgrow.plan(trace, budget=_UNBOUNDED, policy="keep").problem.trace
+
+
+def make_job(options: Options) -> Job:
+    """Check what a command was given, and fill in what it was not.
+
+    Raises:
+        UnknownNetwork, UnknownPolicy, InvalidBudget, DataError, OptionError: see their messages.
+    """
+    network = find(options.network)
+    image_size = network.image_size if options.image_size is None else options.image_size
+    if image_size != network.image_size:
+        _check_that_it_builds(network, image_size)
+    if options.policy is not None:
+        find_policy(options.policy)
+    if options.momentum is not None and options.optimizer != "sgd":
+        raise OptionError(f"--momentum is sgd's: {options.optimizer} has none to set")
+    return Job(
+        network=network,
+        data=default_data(network) if options.data is None else options.data,
+        shape=Shape(options.batch, image_size, network.classes),
+        budget_bytes=_budget_bytes(options.budget),
+        policy="auto" if options.policy is None else options.policy,
+        optimizer=options.optimizer,
+        learning_rate=options.learning_rate or DEFAULT_LEARNING_RATE[options.optimizer],
+        momentum=DEFAULT_MOMENTUM if options.momentum is None else options.momentum,
+        dtype=torch.bfloat16 if options.dtype == "bfloat16" else torch.float32,
+        spill_dir=options.spill_dir,
+        allow_tmpfs=options.allow_tmpfs,
+        seed=options.seed,
+    )
+
+
+def _budget_bytes(budget: str | None) -> int | None:
+    if budget is None:
+        return None
+    return parse_bytes(budget, psutil.virtual_memory().total)
+
+
+def _check_that_it_builds(network: Network, image_size: int) -> None:
+    """Ask the network itself, on the meta device, where tensors have shapes only."""
+    try:
+        with torch.device("meta"):
+            network.build(image_size, network.classes)
+    except ValueError as error:
+        raise OptionError(f"--image-size {image_size} does not do for {network.name}: {error}") from error

@@ -1,0 +1,185 @@
+"""The command `outgrow`. Commands import what they need when they run, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from outgrow.cli import options as opt
+from outgrow.errors import OutgrowError
+
+_EXAMPLES = """
+Examples:
+
+  outgrow plan resnet-50 --batch 32 --budget 1GiB
+
+  outgrow train resnet-50 --batch 16 --budget 1GiB --steps 20
+
+  outgrow train gpt-12x256 --batch 8 --image-size 256 --budget 400MB --json
+"""
+
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Train PyTorch networks that need more memory than there is: inside a budget, with the same result "
+    "to the bit.",
+    epilog=_EXAMPLES,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            version = metadata.version("outgrow")
+        except metadata.PackageNotFoundError:
+            version = "from a source tree that is not installed"
+        print(f"outgrow {version}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """What all commands share."""
+
+
+@app.command()
+def train(
+    network: opt.NetworkArgument,
+    data: opt.Data = None,
+    batch: opt.Batch = 16,
+    image_size: opt.ImageSize = None,
+    steps: opt.Steps = 20,
+    budget: opt.Budget = None,
+    policy: opt.Policy = None,
+    optimizer: opt.Optimizer = "sgd",
+    momentum: opt.Momentum = None,
+    lr: opt.LearningRate = None,
+    dtype: opt.Dtype = "float32",
+    spill_dir: opt.SpillDir = None,
+    allow_tmpfs: opt.AllowTmpfs = False,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+) -> None:
+    """Train a network under a budget, and say what it took.
+
+    Without --budget plain PyTorch trains it: the same seed gives the same losses and parameters.
+    """
+    _use_huge_pages()
+    from outgrow.cli.train import train as run_train
+
+    given = opt.Options(
+        network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, spill_dir,
+        allow_tmpfs, seed,
+    )  # fmt: skip
+    run_train(given, steps, as_json)
+
+
+@app.command()
+def plan(
+    network: opt.NetworkArgument,
+    data: opt.Data = None,
+    batch: opt.Batch = 16,
+    image_size: opt.ImageSize = None,
+    steps: opt.Steps = 20,
+    budget: opt.PlanBudget = None,
+    policy: opt.Policy = None,
+    optimizer: opt.Optimizer = "sgd",
+    momentum: opt.Momentum = None,
+    lr: opt.LearningRate = None,
+    dtype: opt.Dtype = "float32",
+    spill_dir: opt.SpillDir = None,
+    allow_tmpfs: opt.AllowTmpfs = False,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+) -> None:
+    """Say what a training step would take, without allocating its memory.
+
+    It takes the options of 'outgrow train', so that one word turns a command into its plan; those that
+    change no memory (--data, --steps, --lr, --seed, ...) have no effect.
+    """
+    del steps
+    from outgrow.cli.plan import plan as run_plan
+
+    given = opt.Options(
+        network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, spill_dir,
+        allow_tmpfs, seed,
+    )  # fmt: skip
+    run_plan(given, as_json)
+
+
+@app.command()
+def networks(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...", help="Only these, for example resnet-152 vgg-16.", show_default=False
+        ),
+    ] = None,
+    batch: opt.Batch = 16,
+    as_json: opt.Json = False,
+) -> None:
+    """List the networks, with their parameters and the peak memory of a plain step."""
+    from outgrow.cli.networks import networks as run_networks
+
+    run_networks(names or (), batch, as_json)
+
+
+@app.command(hidden=True)
+def demo() -> None:
+    """Train a ResNet-50 on real images under half of its memory (`make demo`)."""
+    _use_huge_pages()
+    from outgrow.cli.demo import demo as run_demo
+
+    run_demo()
+
+
+def _use_huge_pages() -> None:
+    """Let torch ask for huge pages for tensors from 2 MiB up; it reads this at its first large allocation.
+
+    Page faults cost much of a step whose memory comes and goes, and page-aligned tensors can be written to
+    disk from where they are. Plain runs get it as well, so that a comparison is fair.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 2 for a mistake in the input, 130 for Ctrl-C.
+
+    Args:
+        arguments: without the program's name; None takes them from `sys.argv`.
+    """
+    try:
+        code = app(None if arguments is None else list(arguments), prog_name="outgrow", standalone_mode=False)
+    except OutgrowError as error:
+        return _complain(str(error))
+    except typer.TyperException as error:
+        return _complain(error.format_message())
+    except (KeyboardInterrupt, typer.Abort):
+        code = _EXIT_INTERRUPTED
+    if code == _EXIT_INTERRUPTED:  # typer may have turned Ctrl-C into it
+        print("outgrow: interrupted", file=sys.stderr)
+    return code if isinstance(code, int) else 0
+
+
+def _complain(message: str) -> int:
+    print(f"outgrow: {' '.join(message.split())}", file=sys.stderr)
+    return _EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(run())

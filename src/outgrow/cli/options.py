@@ -1,0 +1,144 @@
+"""The options that `outgrow train` and `outgrow plan` share, without torch so that `--help` is instant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+OptimizerName = Literal["sgd", "adamw"]
+DtypeName = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was typed. None stands for "not given" where the default depends on the network or optimizer."""
+
+    network: str
+    data: str | None = None
+    batch: int = 16
+    image_size: int | None = None
+    budget: str | None = None
+    policy: str | None = None
+    optimizer: OptimizerName = "sgd"
+    momentum: float | None = None
+    learning_rate: float | None = None
+    dtype: DtypeName = "float32"
+    spill_dir: Path | None = None
+    allow_tmpfs: bool = False
+    seed: int = 0
+
+
+def _positive(value: float | None) -> float | None:
+    # `not >`: a NaN fails every comparison.
+    if value is not None and not 0 < value < float("inf"):
+        raise typer.BadParameter(f"{value} is not a number above 0.")
+    return value
+
+
+def _fraction(value: float | None) -> float | None:
+    if value is not None and not 0 <= value < 1:
+        raise typer.BadParameter(f"{value} is not at least 0 and less than 1.")
+    return value
+
+
+NetworkArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="NETWORK",
+        help="Name of the network, for example resnet-50, vgg-16, unet or gpt-12x256 (12 layers, width 256). "
+        "'outgrow networks' lists them.",
+        show_default=False,
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FOLDER",
+        help="What to train on: digits (scikit-learn's), synthetic (random noise), text (the source of "
+        "Python's standard library as bytes, for gpt networks), or a folder with one subfolder of images "
+        "for each class, for example --data ./flowers.",
+        show_default="digits; text for gpt networks",
+    ),
+]
+Batch = Annotated[int, typer.Option(min=1, help="Samples in each step, for example 32.")]
+ImageSize = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Height = width of the input in pixels, for gpt networks its length in tokens; for example 160.",
+        show_default="the network's own",
+    ),
+]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps, for example 100.")]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="The most memory that parameters, gradients, optimizer state, activations and workspaces may "
+        "take together at any moment of a step: bytes, a size such as 800MB or 1.5GiB, or a share of this "
+        "machine's memory such as 40%. Not given: plain PyTorch.",
+        show_default=False,
+    ),
+]
+PlanBudget = Annotated[
+    str | None,
+    typer.Option(
+        help="The most memory that the step may take at any moment: bytes, a size such as 800MB or 1.5GiB, "
+        "or a share of this machine's memory such as 40%.",
+        show_default="the plain step's peak",
+    ),
+]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        help="How to decide what is kept and what is moved, for example vdnn-dyn; the README has a table.",
+        show_default="auto, the best of all",
+    ),
+]
+Optimizer = Annotated[OptimizerName, typer.Option(help="The optimizer.")]
+Momentum = Annotated[
+    float | None,
+    typer.Option(
+        callback=_fraction,
+        help="Momentum of sgd, from 0 (no momentum buffers) to less than 1.",
+        show_default="0.9",
+    ),
+]
+LearningRate = Annotated[
+    float | None,
+    typer.Option(
+        "--lr",
+        callback=_positive,
+        help="Learning rate, above 0, for example 0.05.",
+        show_default="0.001 for sgd, 0.0003 for adamw",
+    ),
+]
+Dtype = Annotated[
+    DtypeName,
+    typer.Option(help="Precision of forward and loss. bfloat16 means autocast: the parameters stay float32."),
+]
+SpillDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder on a disk for what does not fit, for example /var/tmp. Nothing is left in it.",
+        show_default="the system's folder for temporary files",
+    ),
+]
+AllowTmpfs = Annotated[
+    bool,
+    typer.Option("--allow-tmpfs", help="Accept a spill folder on tmpfs, although tmpfs is memory itself."),
+]
+Seed = Annotated[
+    int,
+    typer.Option(metavar="N", min=0, max=2**63 - 1, help="Seed of the weights and of the order of the data."),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print the result as one JSON object, the last line of standard output; all else goes to "
+        "standard error. Sizes are in bytes, times in seconds.",
+    ),
+]

@@ -1,0 +1,89 @@
+"""`outgrow plan`: what a step would take under a budget, without allocating any of its memory."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outgrow.cli.job import Job, make_job
+from outgrow.cli.options import Options
+from outgrow.planning.plan import Plan
+from outgrow.tracing.ir import Trace
+from outgrow.tracing.liveness import plain_profile
+from outgrow.units import format_bytes, format_seconds
+
+
+def plan(options: Options, as_json: bool) -> None:
+    """Trace, plan, and print what came out: a table, or with `as_json` one line of JSON."""
+    job = make_job(options)
+    stderr = Console(stderr=True)
+    with stderr.status("Tracing and planning") if stderr.is_terminal else nullcontext():
+        trace = job.fake_trace()
+        made = make_plan(job, trace)
+        result = figures(job, trace, made)
+    if as_json:
+        print(json.dumps(result), flush=True)
+    else:
+        Console().print(result_table(result))
+
+
+def make_plan(job: Job, trace: Trace) -> Plan:
+    """The job's plan; without a budget, for the plain step's peak."""
+    budget = job.budget_bytes
+    return job.plan(trace, plain_profile(trace).peak_bytes if budget is None else budget)
+
+
+def figures(job: Job, trace: Trace, made: Plan) -> dict[str, Any]:
+    """What `outgrow plan --json` prints, by key."""
+    profile = plain_profile(trace)
+    prediction = made.simulate()
+    return {
+        "network": job.network.name,
+        "batch": job.shape.batch,
+        "image_size": job.shape.image_size,
+        "policy": made.policy,
+        "budget_bytes": made.budget_bytes,
+        "plain_peak_bytes": profile.peak_bytes,
+        "peak_op": trace.describe_op(profile.peak_op),
+        "predicted_peak_bytes": prediction.peak_bytes,
+        "predicted_step_seconds": prediction.step_seconds,
+        "plain_step_seconds": prediction.plain_step_seconds,
+        "average_bytes": prediction.average_bytes,
+        "plain_average_bytes": profile.average_bytes,
+        "feasible": prediction.feasible,
+        "least_budget_bytes": made.least_budget_bytes,
+        "decisions": made.decisions_summary(),
+    }
+
+
+def result_table(result: dict[str, Any]) -> Table:
+    """The figures for people."""
+    table = Table(title=f"{result['network']}, batch {result['batch']}, size {result['image_size']}")
+    table.add_column("")
+    table.add_column("plain", justify="right")
+    table.add_column(result["policy"], justify="right")
+    table.add_row("budget", "", format_bytes(result["budget_bytes"]))
+    table.add_row(
+        "peak", format_bytes(result["plain_peak_bytes"]), format_bytes(result["predicted_peak_bytes"])
+    )
+    table.add_row(
+        "average over the step",
+        format_bytes(result["plain_average_bytes"]),
+        format_bytes(result["average_bytes"]),
+    )
+    table.add_row(
+        "time of a step (estimate)",
+        format_seconds(result["plain_step_seconds"]),
+        format_seconds(result["predicted_step_seconds"]),
+    )
+    for name, decision in result["decisions"].items():
+        amount = f"{decision['count']} values, {format_bytes(decision['bytes'])}"
+        table.add_row(name, "", amount)
+    table.add_row("fits the budget", "", "yes" if result["feasible"] else "no")
+    table.add_row("least budget", "", format_bytes(result["least_budget_bytes"]))
+    table.caption = f"The plain step peaks at {result['peak_op']}."
+    return table

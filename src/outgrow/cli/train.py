@@ -1,0 +1,219 @@
+"""`outgrow train`: trains a network under a budget, or plainly without one, and says what it took."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import time
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+
+import outgrow
+from outgrow.cli.datasets import Batch
+from outgrow.cli.job import Job, OptionError, make_job
+from outgrow.cli.memory import PeakMeter, resident_bytes, settle
+from outgrow.cli.options import Options
+from outgrow.units import format_bytes, format_seconds
+
+PLAIN = "plain"
+
+
+def train(options: Options, steps: int, as_json: bool) -> None:
+    """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr."""
+    job = make_job(options)
+    _refuse_idle_options(options)
+    stderr = Console(stderr=True)
+    result = run(job, steps, stderr)
+    (stderr if as_json else Console()).print(_table(job, result))
+    if as_json:
+        print(json.dumps(result), flush=True)
+
+
+def run(job: Job, steps: int, stderr: Console) -> dict[str, Any]:
+    """Train for some steps; the figures under the keys that `outgrow train --json` prints."""
+    batches = job.batches()
+    if job.budget_bytes is not None:
+        with stderr.status("Tracing and planning") if stderr.is_terminal else nullcontext():
+            job.check_that_it_fits()
+    losses: list[float] = []
+    step_seconds: list[float] = []
+    settle()
+    baseline = resident_bytes()
+    meter = PeakMeter()
+    with ExitStack() as stack:
+        model, optimizer = job.build()
+        session = stack.enter_context(open_session(job, model, optimizer)) if job.budget_bytes else None
+        progress = stack.enter_context(make_progress(stderr))
+        task = progress.add_task("", total=steps, loss="", speed="", memory="")
+        for index in range(steps):
+            loss, seconds = timed_step(job, model, optimizer, next(batches), session)
+            losses.append(loss)
+            step_seconds.append(seconds)
+            if index == 0:
+                # The first step records, and in plain PyTorch it warms up: it is left out.
+                meter.start()
+            else:
+                meter.sample()
+            show_step(progress, task, job, loss, seconds, session)
+        # With one step there is none but the first.
+        peak = meter.peak_bytes if steps > 1 else None
+        figures = _session_figures(session)
+    return {
+        "network": job.network.name,
+        "batch": job.shape.batch,
+        **figures,
+        "rss_peak_bytes": None if peak is None else peak - baseline,
+        "baseline_rss_bytes": baseline,
+        "step_seconds": step_seconds,
+        # JSON has no word for infinite or undefined: a loss that diverged is null.
+        "losses": [loss if math.isfinite(loss) else None for loss in losses],
+        "parameters_sha256": fingerprint(model),
+    }
+
+
+def open_session(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> outgrow.Session:
+    """The session of a job that has a budget."""
+    assert job.budget_bytes is not None
+    return outgrow.Session(
+        model,
+        optimizer,
+        budget=job.budget_bytes,
+        policy=job.policy,
+        spill_dir=job.spill_dir,
+        allow_tmpfs=job.allow_tmpfs,
+    )
+
+
+def timed_step(
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    session: outgrow.Session | None,
+) -> tuple[float, float]:
+    """One step, in the session's care if there is one: its loss and its time in seconds."""
+    began = time.perf_counter()
+    with nullcontext() if session is None else session.step():
+        loss = job.step(model, optimizer, batch)
+    seconds = time.perf_counter() - began
+    return loss.item(), seconds
+
+
+def make_progress(stderr: Console) -> Progress:
+    """A progress bar; silent where standard error is no terminal."""
+    return Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TextColumn("{task.fields[speed]}"),
+        TextColumn("{task.fields[memory]}"),
+        TimeRemainingColumn(),
+        console=stderr,
+        disable=not stderr.is_terminal,
+        refresh_per_second=4,  # drawing takes time from the step
+    )
+
+
+def show_step(
+    progress: Progress,
+    task: TaskID,
+    job: Job,
+    loss: float,
+    seconds: float,
+    session: outgrow.Session | None,
+) -> None:
+    """Move the bar on by one step."""
+    memory = ""
+    if session is not None:
+        memory = f"peak {format_bytes(session.peak_bytes)} of {format_bytes(session.budget_bytes)}"
+    speed = f"{job.shape.batch / seconds:.1f} samples/s"
+    progress.update(task, advance=1, loss=f"loss {loss:.4f}", speed=speed, memory=memory)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256, in hexadecimal, over the bytes of all parameters and buffers in order of name."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _refuse_idle_options(options: Options) -> None:
+    """Refuse what would do nothing in a plain run, rather than let somebody believe in it."""
+    if options.budget is not None:
+        return
+    given = {
+        "--policy": options.policy is not None,
+        "--spill-dir": options.spill_dir is not None,
+        "--allow-tmpfs": options.allow_tmpfs,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise OptionError(f"{name} needs a --budget: without one, plain PyTorch trains")
+
+
+_FROM_SUMMARY = (
+    "predicted_peak_bytes",
+    "kept_bytes",
+    "offloaded_bytes",
+    "recomputed_bytes",
+    "stall_seconds",
+    "recompute_seconds",
+    "plan_seconds",
+    "oom_retries",
+    "replans",
+)
+
+
+def _session_figures(session: outgrow.Session | None) -> dict[str, Any]:
+    if session is None:
+        figures = dict.fromkeys(("budget_bytes", "measured_peak_bytes", *_FROM_SUMMARY))
+        return {"policy": PLAIN, **figures}
+    summary = session.summary()
+    return {
+        "policy": summary.policy,
+        "budget_bytes": summary.budget_bytes,
+        "measured_peak_bytes": session.peak_bytes,
+        **{name: getattr(summary, name) for name in _FROM_SUMMARY},
+    }
+
+
+def _table(job: Job, result: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"{result['network']}, batch {result['batch']}, {result['policy']}", show_header=False
+    )
+    table.add_column()
+    table.add_column(justify="right")
+
+    def row(label: str, key: str, form: Any) -> None:
+        if result[key] is not None:
+            table.add_row(label, form(result[key]))
+
+    seconds = statistics.median(result["step_seconds"])
+    loss = result["losses"][-1]
+    table.add_row("steps", str(len(result["losses"])))
+    table.add_row("last loss", "diverged" if loss is None else f"{loss:.4f}")
+    table.add_row("time of a step (median)", format_seconds(seconds))
+    table.add_row("samples per second", f"{job.shape.batch / seconds:.1f}")
+    row("budget", "budget_bytes", format_bytes)
+    row("peak, predicted", "predicted_peak_bytes", format_bytes)
+    row("peak, measured", "measured_peak_bytes", format_bytes)
+    row("growth of the resident set", "rss_peak_bytes", format_bytes)
+    row("kept", "kept_bytes", format_bytes)
+    row("offloaded", "offloaded_bytes", format_bytes)
+    row("recomputed", "recomputed_bytes", format_bytes)
+    row("waited for copies, last step", "stall_seconds", format_seconds)
+    row("recomputing, last step", "recompute_seconds", format_seconds)
+    row("planning", "plan_seconds", format_seconds)
+    row("out-of-memory retries", "oom_retries", str)
+    row("plans made anew", "replans", str)
+    return table

@@ -1,0 +1,1 @@
+"""How long things take and how much they hold: profiles of devices, estimates, measurements."""

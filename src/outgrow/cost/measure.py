@@ -1,0 +1,42 @@
+"""The speeds of the machine at hand, measured in a fraction of a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from outgrow.cost.hardware import Hardware
+
+# What a current NVMe drive does, until the real one was measured by copies of a session.
+_DISK_OUT_BANDWIDTH = 1.5e9
+_DISK_IN_BANDWIDTH = 1.0e9
+
+
+def this_machine() -> Hardware:
+    """A profile of this machine's CPU, with the disk's speeds at a typical value."""
+    size = 768
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    source, target = torch.zeros(1 << 22), torch.empty(1 << 22)
+    with torch.no_grad():
+        product = _best_seconds(lambda: torch.mm(left, right))
+        copy = _best_seconds(lambda: target.copy_(source))
+    return Hardware(
+        name="this machine",
+        memory_bytes=psutil.virtual_memory().total,
+        flops_per_second=2 * size**3 / product,
+        memory_bandwidth=2 * source.numel() * source.element_size() / copy,
+        copy_out_bandwidth=_DISK_OUT_BANDWIDTH,
+        copy_in_bandwidth=_DISK_IN_BANDWIDTH,
+    )
+
+
+def _best_seconds(run: Callable[[], object], repeats: int = 5) -> float:
+    times: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,88 @@
+"""The family of errors that Outgrow raises. Every one says what happened and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from outgrow.units import format_bytes
+
+
+class OutgrowError(Exception):
+    """Base of every error that is Outgrow's own."""
+
+
+class InvalidBudget(OutgrowError, ValueError):
+    """A budget that is no number of bytes: an unknown unit, a sign, a share of nothing."""
+
+
+class BudgetTooSmall(OutgrowError):
+    """No plan keeps the step inside the budget.
+
+    Attributes:
+        budget_bytes: the budget that was asked for, in bytes.
+        least_bytes: the least budget that can work, in bytes, as far as it is known.
+        holders: what takes it, in bytes, by name ("parameters", "saved", ...).
+        where: the op at which it is needed, empty when it is not one op.
+        exact: False when the step was still being recorded, so that a later op may need yet more.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        least_bytes: int,
+        holders: Mapping[str, int],
+        where: str = "",
+        *,
+        exact: bool = True,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
+        self.holders = dict(holders)
+        self.where = where
+        self.exact = exact
+        parts = sorted(self.holders.items(), key=lambda item: -item[1])
+        taken = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
+        least = "the least budget is" if exact else "the least budget so far in this step is"
+        at = f" at {where}" if where else ""
+        super().__init__(
+            f"the budget of {format_bytes(budget_bytes)} is too small: {least} {format_bytes(least_bytes)}"
+            f" ({least_bytes} bytes){at}, taken by {taken}. Raise the budget, or lower the batch or input size."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild = (self.budget_bytes, self.least_bytes, self.holders, self.where)
+        return _rebuild_budget_too_small, (*rebuild, self.exact)
+
+
+def _rebuild_budget_too_small(
+    budget_bytes: int, least_bytes: int, holders: Mapping[str, int], where: str, exact: bool
+) -> BudgetTooSmall:
+    return BudgetTooSmall(budget_bytes, least_bytes, holders, where, exact=exact)
+
+
+class DeviceOutOfMemory(OutgrowError, MemoryError):
+    """The device refused memory although everything that could leave it had left."""
+
+
+class SpillError(OutgrowError, OSError):
+    """The disk tier cannot be used or failed: missing, read-only, full, or an I/O error."""
+
+
+class SessionError(OutgrowError, RuntimeError):
+    """A session used in a way that cannot work: closed, nested, or sharing a model."""
+
+
+class TraceMismatch(OutgrowError, ValueError):
+    """A plan or trace file that does not belong here: wrong format, or made for another trace."""
+
+
+class UnknownNetwork(OutgrowError, ValueError):
+    """No network has this name."""
+
+
+class UnknownPolicy(OutgrowError, ValueError):
+    """No policy has this name."""
+
+
+class UnsupportedDevice(OutgrowError, ValueError):
+    """The model lives on a device that Outgrow cannot manage."""

@@ -1,0 +1,197 @@
+"""A plan: for every saved value a decision, with the ticks at which its copies start and must be finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outgrow.cost.hardware import Hardware
+from outgrow.errors import TraceMismatch
+from outgrow.planning.problem import Problem
+from outgrow.tracing.ir import Trace
+from outgrow.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from outgrow.planning.simulate import Prediction
+
+FORMAT = "outgrow-plan-1"
+
+
+class Decision(StrEnum):
+    """What may happen to a saved value."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """One value leaves the device and comes back.
+
+    Attributes:
+        value: its number in the trace.
+        out_tick: the tick at which the copy out starts.
+        release_tick: the tick by which the value must be gone, so that the device waits if it is not; -1 lets
+            it go whenever its copy is finished.
+        in_tick: the tick at which the copy back starts; -1 waits until it is asked for.
+        offset: where it lies in the spill file, in bytes.
+    """
+
+    value: int
+    out_tick: int
+    release_tick: int
+    in_tick: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for one step under one budget; every saved value that is not named is kept.
+
+    `evicts` says that the pool may also send away what the plan keeps, least recently used first, when memory
+    runs short (SuperNeurons' tensor cache, section 3.3.2).
+    """
+
+    policy: str
+    problem: Problem
+    offloads: tuple[Offload, ...]
+    evicts: bool
+    spill_bytes: int
+
+    @property
+    def budget_bytes(self) -> int:
+        """The most that live bytes may reach."""
+        return self.problem.budget_bytes
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """What the simulator says of this plan."""
+        from outgrow.planning.simulate import simulate  # the simulator reads plans
+
+        return simulate(self)
+
+    def simulate(self) -> Prediction:
+        """Predict time, stall and memory of a step under this plan."""
+        return self.prediction
+
+    @property
+    def least_budget_bytes(self) -> int:
+        """The least budget that any plan can hold for this trace, in bytes."""
+        from outgrow.planning.floor import least_budget
+
+        return least_budget(self.problem).bytes
+
+    def decisions_summary(self) -> dict[str, dict[str, int]]:
+        """Count and bytes of the saved values by decision."""
+        trace = self.problem.trace
+        sizes = {saved.value: trace.values[saved.value].nbytes for saved in trace.saved}
+        gone = {offload.value for offload in self.offloads}
+        table = {decision.value: {"count": 0, "bytes": 0} for decision in Decision}
+        for value, nbytes in sizes.items():
+            row = table[(Decision.OFFLOAD if value in gone else Decision.KEEP).value]
+            row["count"] += 1
+            row["bytes"] += nbytes
+        return table
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, with its trace and device, so that it can be simulated anywhere."""
+        document = {
+            "format": FORMAT,
+            "policy": self.policy,
+            "budget_bytes": self.problem.budget_bytes,
+            "base_bytes": self.problem.base_bytes,
+            "least_moved_bytes": self.problem.least_moved_bytes,
+            "evicts": self.evicts,
+            "spill_bytes": self.spill_bytes,
+            "offloads": [asdict(offload) for offload in self.offloads],
+            "hardware": self.problem.hardware.to_document(),
+            "trace": self.problem.trace.to_document(),
+        }
+        Path(path).write_text(json.dumps(document, separators=(",", ":")))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            TraceMismatch: the file is not a plan, or one of another format.
+        """
+        try:
+            document: Mapping[str, Any] = json.loads(Path(path).read_text())
+            if document["format"] != FORMAT:
+                raise TraceMismatch(f"{path} has format {document['format']!r}, this version reads {FORMAT!r}")
+            problem = Problem(
+                trace=Trace.from_document(document["trace"]),
+                hardware=Hardware.from_document(document["hardware"]),
+                budget_bytes=int(document["budget_bytes"]),
+                base_bytes=int(document["base_bytes"]),
+                least_moved_bytes=int(document["least_moved_bytes"]),
+            )
+            plan = cls(
+                policy=str(document["policy"]),
+                problem=problem,
+                offloads=tuple(Offload(**item) for item in document["offloads"]),
+                evicts=bool(document["evicts"]),
+                spill_bytes=int(document["spill_bytes"]),
+            )
+        except (KeyError, TypeError, ValueError, UnicodeDecodeError) as error:
+            if isinstance(error, TraceMismatch):
+                raise
+            raise TraceMismatch(f"{path} is not a plan that Outgrow wrote: {error!r}") from error
+        ticks, values = len(problem.trace.ticks), len(problem.trace.values)
+        for item in plan.offloads:
+            moments = (item.out_tick, item.release_tick, item.in_tick)
+            if not 0 <= item.value < values or not all(-1 <= moment < ticks for moment in moments):
+                raise TraceMismatch(f"{path} moves value {item.value}, which its trace does not allow")
+        return plan
+
+    def __str__(self) -> str:
+        prediction = self.prediction
+        trace = self.problem.trace
+        rows = [
+            ("policy", self.policy),
+            ("budget", format_bytes(self.budget_bytes)),
+            ("predicted peak", f"{format_bytes(prediction.peak_bytes)} at {trace.describe_op(prediction.peak_op)}"),
+            ("predicted step", format_seconds(prediction.step_seconds)),
+            ("plain step", format_seconds(prediction.plain_step_seconds)),
+            ("stall", format_seconds(prediction.stall_seconds)),
+        ]
+        for name, row in self.decisions_summary().items():
+            rows.append((name, f"{row['count']} values, {format_bytes(row['bytes'])}"))
+        if not prediction.feasible:
+            rows.append(("does not fit", f"the least budget is {format_bytes(self.least_budget_bytes)}"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def make_plan(policy: str, problem: Problem, offloads: tuple[Offload, ...], *, evicts: bool = True) -> Plan:
+    """A plan with the values laid out in the spill file: those whose stays overlap lie side by side."""
+    placed, spill_bytes = _lay_out(problem, offloads)
+    return Plan(policy=policy, problem=problem, offloads=placed, evicts=evicts, spill_bytes=spill_bytes)
+
+
+def _lay_out(problem: Problem, offloads: tuple[Offload, ...]) -> tuple[tuple[Offload, ...], int]:
+    """Give each value its own place in the file.
+
+    Stays in the file nest almost perfectly (first out is last back), so sharing places between values would
+    save little room; distinct places make every rewrite of a step land on blocks that exist already.
+    """
+    end = 0
+    placed: list[Offload] = []
+    for item in offloads:
+        placed.append(Offload(item.value, item.out_tick, item.release_tick, item.in_tick, end))
+        end += slot_bytes(problem.trace.values[item.value].nbytes)
+    return tuple(placed), end
+
+
+SLOT_ALIGNMENT = 4096
+
+
+def slot_bytes(nbytes: int) -> int:
+    """Room for `nbytes` in the spill file, in whole blocks."""
+    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

@@ -1,0 +1,122 @@
+"""vDNN's policies (Rhu et al., 2016, sections III-B and III-C): offload feature maps layer by layer.
+
+A layer here is what one backward node needs. Its input leaves while the layer's forward op runs and is gone when
+the layer is over, as the device waits for the copy there. On the way back each layer fetches for the nearest
+earlier layer that offloaded, and looks no further than the next convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outgrow.planning.plan import Offload, Plan, make_plan
+from outgrow.planning.problem import Candidate, Problem
+from outgrow.tracing.ir import Event
+
+
+class VdnnAll:
+    """`all`: every layer's input leaves."""
+
+    name = "vdnn-all"
+
+    def plan(self, problem: Problem) -> Plan:
+        return _offload(self.name, problem, problem.candidates)
+
+
+class VdnnConv:
+    """`conv`: only what convolutions need leaves; they run long enough to hide the copy."""
+
+    name = "vdnn-conv"
+
+    def plan(self, problem: Problem) -> Plan:
+        wanted = {saved.value for saved in problem.trace.saved if _is_convolution(saved.node)}
+        return _offload(self.name, problem, (item for item in problem.candidates if item.value in wanted))
+
+
+class VdnnDyn:
+    """`dyn`: the first of none, conv and all that fits (section III-C).
+
+    The paper's `dyn` also chooses a convolution algorithm for each layer; PyTorch on a CPU has one.
+    """
+
+    name = "vdnn-dyn"
+
+    def plan(self, problem: Problem) -> Plan:
+        trials = (
+            lambda: make_plan(self.name, problem, ()),
+            lambda: VdnnConv().plan(problem),
+            lambda: VdnnAll().plan(problem),
+        )
+        for trial in trials:
+            plan = trial()
+            prediction = plan.simulate()
+            if prediction.feasible and prediction.evicted_bytes == 0:
+                break
+        return make_plan(self.name, problem, plan.offloads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One backward node: the tick at which it starts, whether it is a convolution, and what it unpacks."""
+
+    tick: int
+    convolution: bool
+    values: tuple[int, ...]
+
+
+def _offload(name: str, problem: Problem, chosen: Iterable[Candidate]) -> Plan:
+    candidates = {item.value: item for item in chosen}
+    back = _prefetch_ticks(problem, candidates)
+    last = len(problem.trace.ticks) - 1
+    offloads = tuple(
+        Offload(
+            value=item.value,
+            out_tick=item.last_pack,
+            release_tick=min(max(problem.first_tick_at(item.held), item.last_pack), item.first_unpack - 1, last),
+            in_tick=back.get(item.value, -1),
+            offset=0,
+        )
+        for item in candidates.values()
+    )
+    return make_plan(name, problem, offloads)
+
+
+def _prefetch_ticks(problem: Problem, chosen: dict[int, Candidate]) -> dict[int, int]:
+    """For each offloaded value the tick at which its copy back starts (section III-B, `findPrefetchLayer`)."""
+    layers = _backward_layers(problem)
+    asked: dict[int, int] = {}
+    for position, layer in enumerate(layers):
+        for earlier in layers[position + 1 :]:
+            wanted = [value for value in earlier.values if value in chosen and value not in asked]
+            for value in wanted:
+                if chosen[value].last_pack < layer.tick < chosen[value].first_unpack:
+                    asked[value] = layer.tick
+            if wanted or earlier.convolution:
+                break
+    return asked
+
+
+def _backward_layers(problem: Problem) -> list[_Layer]:
+    """Backward nodes in the order in which they run; consecutive unpacks of one kind of node at one op are one."""
+    trace = problem.trace
+    layers: list[_Layer] = []
+    key: tuple[int, str] | None = None
+    values: list[int] = []
+    start = 0
+    for number, tick in enumerate(trace.ticks):
+        if tick.event is not Event.UNPACK:
+            continue
+        saved = trace.saved[tick.saved]
+        if (tick.op, saved.node) != key:
+            if key is not None:
+                layers.append(_Layer(start, _is_convolution(key[1]), tuple(values)))
+            key, values, start = (tick.op, saved.node), [], number
+        values.append(saved.value)
+    if key is not None:
+        layers.append(_Layer(start, _is_convolution(key[1]), tuple(values)))
+    return layers
+
+
+def _is_convolution(node: str) -> bool:
+    return "Convolution" in node

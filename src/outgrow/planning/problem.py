@@ -1,0 +1,97 @@
+"""What a policy is given: a trace with costs, a device and a budget, and the readings every policy needs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from outgrow.cost.hardware import Hardware
+from outgrow.tracing.ir import Event, Kind, Trace
+
+# Values below this stay: a copy costs its latency, and they hold next to nothing.
+LEAST_MOVED_BYTES = 4096
+
+_MOVABLE = frozenset({Kind.ACTIVATION, Kind.INPUT, Kind.TEMPORARY})
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A saved value that a policy may move, with the ticks that bound it.
+
+    `first_pack` and `last_pack` are the ticks at which it was saved, `first_unpack` the tick at which it is
+    wanted back, `held` the op from which on letting go of it frees memory.
+    """
+
+    value: int
+    nbytes: int
+    first_pack: int
+    last_pack: int
+    first_unpack: int
+    held: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A trace, a device and a budget.
+
+    `base_bytes` is what is alive all through the step besides what the trace shows (optimizer state that the
+    recorded step had not made yet), in bytes.
+    """
+
+    trace: Trace
+    hardware: Hardware
+    budget_bytes: int
+    base_bytes: int = 0
+    least_moved_bytes: int = LEAST_MOVED_BYTES
+
+    @cached_property
+    def op_times(self) -> list[float]:
+        """The time at which each op starts in a plain step, and the end; in seconds."""
+        return list(accumulate((op.seconds for op in self.trace.ops), initial=0.0))
+
+    @cached_property
+    def tick_ops(self) -> list[int]:
+        """The op of each tick."""
+        return [tick.op for tick in self.trace.ticks]
+
+    def tick_time(self, tick: int) -> float:
+        """The time of a tick in a plain step, in seconds."""
+        return self.op_times[self.tick_ops[tick]]
+
+    def first_tick_at(self, op: int) -> int:
+        """The first tick at or after op `op`; the number of ticks if there is none."""
+        return bisect_right(self.tick_ops, op - 1)
+
+    def last_tick_before(self, seconds: float) -> int:
+        """The last tick whose time is at most `seconds`, -1 if there is none."""
+        op = bisect_right(self.op_times, seconds) - 1
+        return bisect_right(self.tick_ops, op) - 1
+
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Saved values that may move, in the order in which they were first saved."""
+        packs: dict[int, list[int]] = {}
+        unpacks: dict[int, int] = {}
+        for number, tick in enumerate(self.trace.ticks):
+            value = self.trace.saved[tick.saved].value
+            if tick.event is Event.PACK:
+                packs.setdefault(value, []).append(number)
+            else:
+                unpacks.setdefault(value, number)
+        found: list[Candidate] = []
+        for index, ticks in packs.items():
+            value = self.trace.values[index]
+            back = unpacks.get(index)
+            if value.kind not in _MOVABLE or value.nbytes < self.least_moved_bytes or back is None:
+                continue
+            before = [tick for tick in ticks if tick < back]
+            if before:
+                found.append(Candidate(index, value.nbytes, before[0], before[-1], back, value.held))
+        return tuple(found)
+
+    def is_movable(self, value: int) -> bool:
+        """Whether a saved value may leave the device at all."""
+        record = self.trace.values[value]
+        return record.kind in _MOVABLE and record.nbytes >= self.least_moved_bytes

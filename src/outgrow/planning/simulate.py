@@ -1,0 +1,312 @@
+"""What a plan will cost: an event-driven walk over the trace with three lanes, compute, copy out and copy in.
+
+It does what the runtime does, in the same order: plan actions at ticks, copies first in first out on their lane,
+eviction of the least recently used when an op does not fit. Every policy and the session rely on it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outgrow.planning.plan import Offload, Plan
+from outgrow.planning.problem import Problem
+from outgrow.tracing.ir import Event
+from outgrow.tracing.liveness import average
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step under a plan is predicted to be. Times in seconds, sizes in bytes.
+
+    `feasible` says that live bytes stay within the budget at every op; `evicted_bytes` is what the cache had to
+    send away beyond the plan; `curve` has the live bytes at the worst moment of each op.
+    """
+
+    peak_bytes: int
+    peak_op: int
+    step_seconds: float
+    plain_step_seconds: float
+    stall_seconds: float
+    average_bytes: float
+    offloaded_bytes: int
+    evicted_bytes: int
+    feasible: bool
+    curve: tuple[int, ...] = field(repr=False)
+
+
+def simulate(plan: Plan) -> Prediction:
+    """Predict a step under `plan` on the plan's device."""
+    walk = _Walk(plan.problem, plan.offloads, evicts=plan.evicts)
+    walk.run()
+    peak_op = max(range(len(walk.curve)), key=walk.curve.__getitem__, default=0)
+    peak = walk.curve[peak_op] if walk.curve else plan.problem.base_bytes
+    return Prediction(
+        peak_bytes=peak,
+        peak_op=peak_op,
+        step_seconds=walk.time,
+        plain_step_seconds=plan.problem.op_times[-1],
+        stall_seconds=walk.stall,
+        average_bytes=average(walk.curve, plan.problem.trace) if walk.curve else float(peak),
+        offloaded_bytes=walk.offloaded_bytes,
+        evicted_bytes=walk.evicted_bytes,
+        feasible=peak <= plan.problem.budget_bytes,
+        curve=tuple(walk.curve),
+    )
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A saved value as the pool sees it."""
+
+    nbytes: int
+    held: int
+    movable: bool
+    in_use: int = 0
+    dead: bool = False
+    resident: bool = True
+    copied: bool = False
+    leaving: bool = False
+    arrives: float = 0.0
+
+
+class _Walk:
+    def __init__(self, problem: Problem, offloads: tuple[Offload, ...], *, evicts: bool) -> None:
+        self.problem = problem
+        self.time = self.stall = 0.0
+        self.curve: list[int] = []
+        self.offloaded_bytes = self.evicted_bytes = 0
+        self._evicts = evicts
+        self._budget = problem.budget_bytes
+        self._live = problem.base_bytes
+        self._op = 0
+        self._out_free = self._in_free = 0.0
+        self._leaving: deque[tuple[float, int]] = deque()
+        self._let_go_at: dict[int, list[int]] = {}
+        self._deferred: deque[int] = deque()
+        trace = problem.trace
+        self._entries: dict[int, _Entry] = {}
+        for saved in trace.saved:
+            if saved.value not in self._entries:
+                value = trace.values[saved.value]
+                movable = problem.is_movable(saved.value)
+                self._entries[saved.value] = _Entry(value.nbytes, value.held, movable)
+        self._recent: OrderedDict[int, None] = OrderedDict()
+        self._actions = _actions(offloads)
+        self._births, self._deaths = _births_and_deaths(problem)
+        self._early_ends, self._late_ends = _ends(problem)
+
+    def run(self) -> None:
+        trace = self.problem.trace
+        ticks, cursor = trace.ticks, 0
+        for value in trace.values:
+            if value.birth < 0:
+                self._live += value.nbytes
+        for now, op in enumerate(trace.ops):
+            self._op = now
+            self._free_at(now)
+            while cursor < len(ticks) and ticks[cursor].op <= now:
+                self._tick(cursor)
+                cursor += 1
+            self._end(self._late_ends.get(now, ()))
+            born = self._births[now]
+            self._land()
+            rise = born + op.workspace_bytes
+            if self._live + rise > self._budget and self._evicts:
+                self._make_room(rise)
+            self.curve.append(self._live + rise)
+            self._live += born
+            self.time += op.seconds
+        self._op = len(trace.ops)
+        while cursor < len(ticks):
+            self._tick(cursor)
+            cursor += 1
+
+    def _free_at(self, now: int) -> None:
+        self._live -= self._deaths[now]
+        self._end(self._early_ends.get(now, ()))
+        for value in self._let_go_at.pop(now, ()):
+            entry = self._entries[value]
+            if entry.resident and entry.copied and not entry.in_use:
+                self._free(value)
+
+    def _end(self, ends: Sequence[tuple[bool, int]]) -> None:
+        """Autograd lets go of saved tensors (True), and values die (False)."""
+        for is_release, index in ends:
+            if is_release:
+                saved = self.problem.trace.saved[index]
+                self._entries[saved.value].in_use -= len(saved.unpacked)
+                continue
+            entry = self._entries[index]
+            entry.dead = True
+            if entry.resident and not entry.leaving:  # a copy in flight holds the memory until it is done
+                self._free(index)
+
+    def _free(self, value: int) -> None:
+        entry = self._entries[value]
+        entry.resident = False
+        self._recent.pop(value, None)
+        self._live -= entry.nbytes
+
+    def _tick(self, number: int) -> None:
+        tick = self.problem.trace.ticks[number]
+        value = self.problem.trace.saved[tick.saved].value
+        if tick.event is Event.PACK:
+            self._touch(value)
+        else:
+            self._fetch(value)
+        for action, target in self._actions.get(number, ()):
+            if action == "out":
+                self._start_out(target, planned=True)
+            elif action == "release":
+                self._wait_out(target)
+            else:
+                self._deferred.append(target)
+        while self._deferred and self._start_in(self._deferred[0]):
+            self._deferred.popleft()
+
+    def _touch(self, value: int) -> None:
+        if self._entries[value].movable:
+            self._recent[value] = None
+            self._recent.move_to_end(value)
+
+    def _start_out(self, value: int, *, planned: bool) -> None:
+        entry = self._entries[value]
+        if not entry.resident or entry.leaving or entry.copied:
+            return
+        self._out_free = max(self._out_free, self.time) + self.problem.hardware.copy_out_seconds(entry.nbytes)
+        self._leaving.append((self._out_free, value))
+        entry.leaving = True
+        if planned:
+            self.offloaded_bytes += entry.nbytes
+        else:
+            self.evicted_bytes += entry.nbytes
+
+    def _land(self) -> None:
+        """Memory of values whose copy out is finished goes."""
+        while self._leaving and self._leaving[0][0] <= self.time:
+            _, value = self._leaving.popleft()
+            entry = self._entries[value]
+            entry.leaving, entry.copied = False, True
+            if not entry.resident or (entry.in_use and not entry.dead):
+                continue
+            if entry.dead or entry.held <= self._op:
+                self._free(value)
+            else:
+                self._let_go_at.setdefault(entry.held, []).append(value)
+
+    def _wait_until(self, moment: float) -> None:
+        if moment > self.time:
+            self.stall += moment - self.time
+            self.time = moment
+
+    def _wait_out(self, value: int) -> None:
+        if self._entries[value].leaving:
+            self._wait_until(next(done for done, leaving in self._leaving if leaving == value))
+            self._land()
+
+    def _start_in(self, value: int) -> bool:
+        """Start a planned copy back; False while there is no room for it."""
+        entry = self._entries[value]
+        if entry.resident or entry.dead or not entry.copied:
+            return True
+        self._land()
+        if self._live + entry.nbytes + self._rise_ahead() > self._budget:
+            return False
+        self._read(value)
+        return True
+
+    def _rise_ahead(self) -> int:
+        ops = self.problem.trace.ops
+        if self._op >= len(ops):
+            return 0
+        return self._births[self._op] + ops[self._op].workspace_bytes
+
+    def _read(self, value: int) -> None:
+        entry = self._entries[value]
+        self._live += entry.nbytes
+        entry.resident = True
+        self._in_free = max(self._in_free, self.time) + self.problem.hardware.copy_in_seconds(entry.nbytes)
+        entry.arrives = self._in_free
+        self._touch(value)
+
+    def _fetch(self, value: int) -> None:
+        entry = self._entries[value]
+        entry.in_use += 1
+        if not entry.resident:
+            if self._evicts and self._live + entry.nbytes > self._budget:
+                self._make_room(entry.nbytes)
+            self._read(value)
+        self._wait_until(entry.arrives)
+        self._touch(value)
+
+    def _make_room(self, need: int) -> None:
+        """Send away the least recently used until `need` bytes fit, or nothing is left to send."""
+        self._land()
+        while self._live + need > self._budget:
+            excess = self._live + need - self._budget
+            for value in list(self._recent):
+                if excess <= 0:
+                    break
+                entry = self._entries[value]
+                if not entry.resident or entry.in_use or entry.held > self._op or entry.arrives > self.time:
+                    continue
+                excess -= entry.nbytes
+                if entry.copied:
+                    self._free(value)
+                else:
+                    self._start_out(value, planned=False)
+            if self._live + need <= self._budget:
+                return
+            releasable = [
+                done
+                for done, value in self._leaving
+                if self._entries[value].resident and self._entries[value].held <= self._op
+            ]
+            if not releasable:
+                return
+            self._wait_until(releasable[0])
+            self._land()
+
+
+def _actions(offloads: tuple[Offload, ...]) -> dict[int, list[tuple[str, int]]]:
+    table: dict[int, list[tuple[str, int]]] = {}
+    for item in offloads:
+        table.setdefault(item.out_tick, []).append(("out", item.value))
+        if item.release_tick >= 0:
+            table.setdefault(item.release_tick, []).append(("release", item.value))
+        if item.in_tick >= 0:
+            table.setdefault(item.in_tick, []).append(("in", item.value))
+    return table
+
+
+def _births_and_deaths(problem: Problem) -> tuple[list[int], list[int]]:
+    """Bytes that appear with each op, and bytes of never-saved values that are gone before each op.
+
+    An in-place write is a death and a birth at the same op, so that live bytes stay as they are.
+    """
+    size = len(problem.trace.ops) + 1
+    births, deaths = [0] * size, [0] * size
+    saved = {item.value for item in problem.trace.saved}
+    for index, value in enumerate(problem.trace.values):
+        if value.birth >= 0:
+            births[value.birth] += value.nbytes
+        if index not in saved:
+            deaths[value.death] += value.nbytes
+    return births, deaths
+
+
+def _ends(problem: Problem) -> tuple[dict[int, list[tuple[bool, int]]], dict[int, list[tuple[bool, int]]]]:
+    """Releases of saved tensors and deaths of saved values by op: before that op's ticks, or after them."""
+    early: dict[int, list[tuple[bool, int]]] = {}
+    late: dict[int, list[tuple[bool, int]]] = {}
+    last_tick: dict[int, int] = {}
+    for index, saved in enumerate(problem.trace.saved):
+        last = saved.unpacked[-1] if saved.unpacked else saved.packed
+        last_tick[saved.value] = max(last_tick.get(saved.value, -1), last)
+        (late if last >= saved.released else early).setdefault(saved.released, []).append((True, index))
+    for value, last in last_tick.items():
+        death = problem.trace.values[value].death
+        (late if last >= death else early).setdefault(death, []).append((False, value))
+    return early, late

@@ -1,0 +1,118 @@
+"""How many bytes an op will add before it runs: what the runtime must know to keep every op inside the budget.
+
+What an op was seen to need is remembered by its signature. For one that was never seen, its outputs are computed
+without data (on the meta device), and its workspace is guessed on the high side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outgrow.tracing.ops import OpFacts, outputs_of, tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that an op adds at its worst moment.
+
+    `certain_bytes` are its outputs at least; `likely_bytes` has the workspace too, measured or guessed.
+    """
+
+    certain_bytes: int
+    likely_bytes: int
+    measured: bool
+
+
+_NOTHING = Need(0, 0, measured=True)
+
+
+class OpNeeds:
+    """What ops need, by signature."""
+
+    def __init__(self) -> None:
+        self._needs: dict[Hashable, Need] = {}
+
+    def before(
+        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Hashable, Need]:
+        """The signature of a call and what it will need."""
+        if facts.is_view:
+            return None, _NOTHING
+        signature = (func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
+        need = self._needs.get(signature)
+        if need is None:
+            need = self._needs[signature] = _guess(func, facts, args, kwargs)
+        return signature, need
+
+    def measured(self, signature: Hashable, rise_bytes: int) -> None:
+        """Remember what a call was seen to need."""
+        if signature is not None:
+            self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True)
+
+
+def _signature(items: Sequence[Any]) -> Hashable:
+    """What tells two calls apart as far as memory goes."""
+    return tuple([_item_signature(item) for item in items])
+
+
+def _item_signature(item: Any) -> Hashable:
+    if isinstance(item, torch.Tensor):
+        return (item.dtype, item.shape, item.stride() if item.layout is torch.strided else item.layout)
+    if isinstance(item, list | tuple):
+        return _signature(item)
+    if isinstance(item, float | complex):  # a number changes no sizes, and may be another one in every step
+        return float
+    return item if item.__hash__ is not None else repr(item)
+
+
+def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Need:
+    read = sum(_nbytes(tensor) for tensor in tensors_in(args, kwargs))
+    made = _output_bytes(func, facts, args, kwargs)
+    if made is None:
+        return Need(0, read, measured=False)
+    if facts.writes:
+        return Need(made, made, measured=False)
+    # oneDNN keeps blocked copies of a convolution's operands; others rarely need more than one more output.
+    workspace = read + made if "convolution" in facts.name else made
+    return Need(made, made + workspace, measured=False)
+
+
+def _output_bytes(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Bytes of new memory among the outputs, None where the shapes depend on data."""
+    if facts.writes and not facts.makes_outputs:
+        return 0
+    try:
+        meta_args = _to_meta(list(args))
+        meta_kwargs = _to_meta(dict(kwargs))
+        if "device" in meta_kwargs:
+            meta_kwargs["device"] = torch.device("meta")
+        meta_kwargs.pop("generator", None)
+        result = func(*meta_args, **meta_kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        # No shape function for this op, or shapes that depend on data: the guess by its inputs must do.
+        return None
+    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(meta_args, meta_kwargs)}
+    fresh = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for tensor in outputs_of(result)
+        if tensor.layout is torch.strided
+    }
+    return sum(size for address, size in fresh.items() if address not in given)
+
+
+def _to_meta(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+    if isinstance(item, list | tuple):
+        return [_to_meta(inner) for inner in item]
+    if isinstance(item, dict):
+        return {name: _to_meta(inner) for name, inner in item.items()}
+    return item
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

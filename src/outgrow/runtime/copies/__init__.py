@@ -1,0 +1,1 @@
+"""Engines that copy between tiers beside the computation."""

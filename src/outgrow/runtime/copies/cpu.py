@@ -1,0 +1,109 @@
+"""The copy engine of CPU training: one lane to the disk and one back, each a worker thread.
+
+`os.pwrite` and `os.preadv` release the GIL and the disk does the work, so that copies run beside the computation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from outgrow.runtime.tiers.disk import Slot, SpillFile
+
+
+class Copy:
+    """A copy that was asked for.
+
+    Whoever asks must hold the storage until the copy is done, and let go of it on its own thread: the lane knows
+    the address alone, so that no memory is ever freed (and no weak reference called) on a worker thread.
+    """
+
+    __slots__ = ("_done", "address", "error", "slot")
+
+    def __init__(self, slot: Slot, address: int) -> None:
+        self.slot = slot
+        self.address = address
+        self.error: Exception | None = None
+        self._done = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or badly."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._done.wait()
+
+    def check(self) -> None:
+        """Raise what went wrong.
+
+        Raises:
+            SpillError: the copy failed.
+        """
+        if self.error is not None:
+            raise self.error
+
+    def finish(self, error: Exception | None) -> None:
+        """Called by the lane when the copy is over."""
+        self.error = error
+        self._done.set()
+
+
+class Lane:
+    """Copies in one direction, first in first out, on one thread that starts with the first copy."""
+
+    def __init__(self, name: str, move: Callable[[Slot, int], None]) -> None:
+        self._name = name
+        self._move = move
+        self._queue: SimpleQueue[Copy | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.moved_bytes = 0
+        self.busy_seconds = 0.0
+
+    def submit(self, slot: Slot, address: int) -> Copy:
+        """Ask for a copy between memory at `address` and a slot."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        copy = Copy(slot, address)
+        self._queue.put(copy)
+        return copy
+
+    def bandwidth(self) -> float | None:
+        """Bytes per second over all copies so far; None before there were any worth measuring."""
+        return self.moved_bytes / self.busy_seconds if self.moved_bytes > (8 << 20) else None
+
+    def close(self) -> None:
+        """Finish what was asked for and end the thread."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (copy := self._queue.get()) is not None:
+            error: Exception | None = None
+            start = time.perf_counter()
+            try:
+                self._move(copy.slot, copy.address)
+            except Exception as caught:  # handed to whoever waits for the copy
+                error = caught
+            self.busy_seconds += time.perf_counter() - start
+            self.moved_bytes += copy.slot.nbytes
+            copy.finish(error)
+
+
+class CpuCopies:
+    """Copies between RAM and the spill file."""
+
+    def __init__(self, spill: SpillFile) -> None:
+        self.out = Lane("outgrow-copy-out", spill.write)
+        self.back = Lane("outgrow-copy-in", spill.read)
+
+    def close(self) -> None:
+        """Finish all copies and end both threads."""
+        self.out.close()
+        self.back.close()

@@ -1,0 +1,385 @@
+"""Carries a plan out in a live step.
+
+Saved-tensor hooks are the clock: each pack and unpack is a tick, and a tick starts the copies that the plan puts
+there. A dispatch mode sees each op before it runs and makes room for it. Whatever the plan says, a value that is
+asked for is there, and an op that does not fit sends the least recently used away: a plan is advice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outgrow.errors import DeviceOutOfMemory
+from outgrow.planning.plan import Offload, Plan
+from outgrow.runtime.care import OpNeeds
+from outgrow.runtime.handles import Handle
+from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
+from outgrow.runtime.tiers.ram import ResidentSet
+from outgrow.tracing.ir import Event, Kind
+from outgrow.tracing.ledger import Ledger
+from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
+from outgrow.tracing.probe import measured_call
+from outgrow.tracing.recorder import Recorder
+
+# Below this an op is too small to be worth a look at the resident set.
+_LARGE_RISE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step was measured to be. Times in seconds, sizes in bytes.
+
+    `watched` says that the dispatch mode was on, so that `peak_bytes` was measured; `followed` that every tick
+    was the plan's.
+    """
+
+    peak_bytes: int
+    seconds: float
+    stall_seconds: float
+    planned_bytes: int
+    evicted_bytes: int
+    saved_bytes: int
+    oom_retries: int
+    watched: bool
+    followed: bool
+    packs: tuple[int, ...]
+
+
+class Executor:
+    """The hooks and the mode of a session, and the state of the step that runs."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        pool: Pool,
+        resident: ResidentSet,
+        budget_bytes: int,
+        too_small: Callable[[int, str], Exception],
+    ) -> None:
+        """`too_small` makes the error for an op at which so many bytes are needed at least."""
+        self._ledger = ledger
+        self._pool = pool
+        self._resident = resident
+        self._budget = budget_bytes
+        self._too_small = too_small
+        self._needs = OpNeeds()
+        self._table = OpTable()
+        self._nothing = torch.empty(0)
+        self._kinds: Mapping[int, Kind] = {}
+        self._recorder: Recorder | None = None
+        self._stack: ExitStack | None = None
+        self._thread = threading.get_ident()
+        self._released_elsewhere: deque[Handle] = deque()
+        self._reset(None)
+
+    # --- the step ---
+
+    def begin(self, plan: Plan | None, kinds: Mapping[int, Kind], recorder: Recorder | None, *, watch: bool) -> None:
+        """Set hooks (and the dispatch mode if `watch`) and start the clock.
+
+        `kinds` tells which storages are training state, which the pool never moves.
+        """
+        self._kinds = kinds
+        self._recorder = recorder
+        self._reset(plan)
+        self._watched = watch
+        self._pool.reset_counters()
+        self._ledger.on_death = recorder.died if recorder is not None else None
+        self._peak = self._ledger.live_bytes
+        self._stack = ExitStack()
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+        if watch:
+            self._stack.enter_context(_Watch(self, self._table))
+        self._started = self._left_at = time.perf_counter()
+
+    def end(self) -> StepOutcome:
+        """Take hooks and mode off and say what was measured."""
+        assert self._stack is not None
+        seconds = time.perf_counter() - self._started
+        self._stack.close()
+        self._stack = None
+        self._recorder = None
+        self._ledger.on_death = None
+        outcome = StepOutcome(
+            peak_bytes=self._peak,
+            seconds=seconds,
+            stall_seconds=self._pool.stall_seconds,
+            planned_bytes=self._pool.planned_bytes,
+            evicted_bytes=self._pool.evicted_bytes,
+            saved_bytes=self._saved_bytes,
+            oom_retries=self._oom_retries,
+            watched=self._watched,
+            followed=self._plan is not None and self._tick == len(self._plan.problem.trace.ticks),
+            packs=tuple(self._packs),
+        )
+        self._reset(None)
+        return outcome
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest live bytes of the step so far."""
+        return self._peak
+
+    def _reset(self, plan: Plan | None) -> None:
+        self._tick = 0
+        self._packs: list[int] = []
+        self._numbers = 0
+        self._saved_bytes = 0
+        self._oom_retries = 0
+        self._peak = 0
+        self._watched = False
+        self._where = ""
+        self._deferred: deque[Entry] = deque()
+        self._follow(plan)
+
+    def _follow(self, plan: Plan | None) -> None:
+        self._plan = plan
+        self._entry_of: dict[int, Entry] = {}
+        self._actions = _actions(plan.offloads) if plan is not None else {}
+
+    # --- the clock ---
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """Autograd saves a tensor."""
+        while self._released_elsewhere:
+            self.released(self._released_elsewhere.popleft())
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            handle = Handle(self, tensor, self._numbers)
+            self._numbers += 1
+            record = self._ledger.see(tensor) if _is_plain(tensor) else None
+            recorder = self._recorder
+            if recorder is not None:
+                handle.recorded = recorder.packed(record, handle.nbytes)
+            entry: Entry | None = None
+            if record is None or record.serial in self._kinds or (tensor.is_leaf and tensor.requires_grad):
+                if record is not None:
+                    record.aliases += 1
+            else:
+                entry = self._pool.adopt(tensor, record)
+                if entry.handles == 1:
+                    entry.saved_index = handle.recorded
+                    self._saved_bytes += entry.nbytes
+                handle.enter(entry, self._nothing)
+            self._packs.append(handle.nbytes)
+            self._advance(Event.PACK, handle, entry)
+        return handle
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        """Autograd wants a saved tensor back."""
+        node = torch._C._current_autograd_node()
+        handle.check_version(node.name() if node is not None else "")
+        if self._recorder is not None and handle.recorded >= 0:
+            self._recorder.unpacked(handle.recorded)
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            entry = handle.entry
+            if entry is None:
+                self._advance(Event.UNPACK, handle, None)
+                assert handle.tensor is not None
+                return handle.tensor
+            self._where = f"the unpacking for {node.name() if node is not None else 'a saved tensor'}"
+            self._pool.request(entry, self._make_room)
+            self._peak = max(self._peak, self._ledger.live_bytes)
+            self._advance(Event.UNPACK, handle, entry)
+            return handle.rebuild(self._pool.fetch(entry))
+
+    def released(self, handle: Handle) -> None:
+        """Autograd let go of a saved tensor."""
+        if threading.get_ident() != self._thread:  # garbage collection runs on any thread
+            self._released_elsewhere.append(handle)
+            return
+        if self._recorder is not None and handle.recorded >= 0:
+            self._recorder.released(handle.recorded)
+        if handle.entry is not None:
+            self._pool.drop(handle.entry)
+        elif handle.tensor is not None:
+            record = self._ledger.see(handle.tensor) if _is_plain(handle.tensor) else None
+            if record is not None:
+                record.aliases -= 1
+
+    def arrived(self, entry: Entry) -> None:
+        """The pool gave a value new memory."""
+        if self._recorder is not None and entry.saved_index >= 0:
+            self._recorder.came_back(entry.saved_index, entry.record)
+
+    def _advance(self, event: Event, handle: Handle, entry: Entry | None) -> None:
+        """One tick: see that it is the one that the plan expects, then do what the plan puts there."""
+        plan = self._plan
+        if plan is None:
+            return
+        number, self._tick = self._tick, self._tick + 1
+        trace = plan.problem.trace
+        if number >= len(trace.ticks):
+            self.depart()
+            return
+        tick = trace.ticks[number]
+        saved = trace.saved[tick.saved]
+        if tick.event is not event or tick.saved != handle.number or saved.nbytes != handle.nbytes:
+            self.depart()
+            return
+        if entry is not None and self._entry_of.setdefault(saved.value, entry) is not entry:
+            self.depart()
+            return
+        for action, item in self._actions.get(number, ()):
+            target = self._entry_of.get(item.value)
+            if target is None or target.handles == 0:
+                continue
+            if action == "out":
+                self._pool.start_out(target, item.offset)
+            elif action == "release":
+                self._pool.wait_out(target)
+            else:
+                self._deferred.append(target)
+        if self._deferred:
+            rise = self._rise_ahead(tick.op)
+            while self._deferred and self._pool.start_in(self._deferred[0], rise):
+                self._deferred.popleft()
+            self._peak = max(self._peak, self._ledger.live_bytes)
+
+    def _rise_ahead(self, op: int) -> int:
+        """Bytes that the next op of the trace adds."""
+        assert self._plan is not None
+        trace = self._plan.problem.trace
+        if op >= len(trace.ops):
+            return 0
+        following = trace.ops[op]
+        born = sum(trace.values[index].nbytes for index in following.outputs if trace.values[index].version == 0)
+        return born + following.workspace_bytes
+
+    def depart(self) -> None:
+        """The step is not the one of the trace: leave the plan and let the cache decide from here on."""
+        self._plan = None
+        self._actions = {}
+        self._deferred.clear()
+
+    @property
+    def departed(self) -> bool:
+        """Whether the step has no plan to follow (any more)."""
+        return self._plan is None
+
+    # --- the ops ---
+
+    def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op inside the pool's care."""
+        entered = time.perf_counter()
+        inputs = tensors_in(args, kwargs)
+        see = self._ledger.see
+        for tensor in inputs:
+            see(tensor)
+        signature, need = self._needs.before(func, facts, args, kwargs)
+        if self._ledger.live_bytes + need.likely_bytes > self._budget:
+            self._where = facts.name
+            self._make_room(need.likely_bytes, need.certain_bytes)
+        else:
+            self._pool.land()
+        if need.likely_bytes >= _LARGE_RISE_BYTES:
+            self._resident.make_room(need.likely_bytes)
+        if facts.writes:
+            for tensor in written_tensors(facts, args, kwargs):
+                record = see(tensor)
+                if record is not None:
+                    self._pool.written(record)
+        before = self._ledger.live_bytes
+        started = time.perf_counter()
+        result, rise = self._call(func, facts, args, kwargs, measure=not need.measured)
+        seconds = time.perf_counter() - started
+        if not need.measured:
+            self._needs.measured(signature, rise)
+        else:
+            rise = need.likely_bytes
+        outputs = outputs_of(result)
+        for tensor in outputs:
+            see(tensor)
+        self._peak = max(self._peak, before + rise, self._ledger.live_bytes)
+        if self._recorder is not None:
+            self._recorder.op(
+                func,
+                facts,
+                args,
+                kwargs,
+                inputs,
+                outputs,
+                result,
+                rise_bytes=rise,
+                seconds=seconds + (entered - self._left_at),
+            )
+        self._left_at = time.perf_counter()
+        return result
+
+    @property
+    def records(self) -> bool:
+        """Whether a recorder wants to see every op, views too."""
+        return self._recorder is not None
+
+    def _call(
+        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], *, measure: bool
+    ) -> tuple[Any, int]:
+        """Call the op; where memory runs out, evict and call again (a page fault)."""
+        while True:
+            try:
+                return measured_call(func, args, kwargs) if measure else (func(*args, **kwargs), 0)
+            except RuntimeError as error:
+                # A list of tensors may be half updated: running the op again would update the first half twice.
+                if not is_out_of_memory(error) or "_foreach_" in facts.name or "_fused_" in facts.name:
+                    raise
+                cause = error
+            self._oom_retries += 1
+            self._resident.trim()
+            if not self._pool.evict(max(_LARGE_RISE_BYTES, self._budget // 16)):
+                raise DeviceOutOfMemory(
+                    f"{facts.name} found no memory and nothing is left to evict: {self._pool.holdings()}."
+                    f" The allocator said: {str(cause).splitlines()[0]}"
+                ) from cause
+            self._resident.trim()
+
+    def _make_room(self, likely: int, certain: int | None = None) -> None:
+        certain = likely if certain is None else certain
+        if not self._pool.make_room(likely) and self._ledger.live_bytes + certain > self._budget:
+            raise self._too_small(self._ledger.live_bytes + certain, self._where)
+
+
+class _Watch(TorchDispatchMode):
+    """Shows the executor each op before it runs."""
+
+    def __init__(self, executor: Executor, table: OpTable) -> None:
+        super().__init__()
+        self._executor = executor
+        self._table = table
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        facts = self._table[func]
+        if facts.is_bookkeeping or (facts.is_view and not self._executor.records):
+            return func(*args, **(kwargs or {}))
+        return self._executor.run(func, facts, args, kwargs or {})
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a window on ordinary memory: no subclass, no sparse layout, no lazy conjugate."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )
+
+
+def _actions(offloads: tuple[Offload, ...]) -> dict[int, list[tuple[str, Offload]]]:
+    table: dict[int, list[tuple[str, Offload]]] = {}
+    for item in offloads:
+        table.setdefault(item.out_tick, []).append(("out", item))
+        if item.release_tick >= 0:
+            table.setdefault(item.release_tick, []).append(("release", item))
+        if item.in_tick >= 0:
+            table.setdefault(item.in_tick, []).append(("in", item))
+    return table

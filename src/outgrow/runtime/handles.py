@@ -1,0 +1,84 @@
+"""What autograd keeps in place of a saved tensor: enough to rebuild the very same window on the value's memory."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from outgrow.runtime.pool import Entry
+
+
+class Owner(Protocol):
+    """Who made a handle and wants to know when autograd lets go of it."""
+
+    def released(self, handle: Handle) -> None: ...
+
+
+class Handle:
+    """One saved tensor.
+
+    Either `entry` is its value in the pool, and the window on it is rebuilt at unpack; or `tensor` is an alias that
+    is handed back as it is (parameters, buffers, layouts that the pool does not manage).
+
+    `ghost` is a tensor without memory that shares the version counter of the saved one: autograd does not compare
+    versions when saved-tensor hooks are set, so that we must.
+    """
+
+    __slots__ = (
+        "_dtype",
+        "_offset",
+        "_shape",
+        "_stride",
+        "_version",
+        "entry",
+        "ghost",
+        "nbytes",
+        "number",
+        "owner",
+        "recorded",
+        "tensor",
+    )
+
+    def __init__(self, owner: Owner, tensor: torch.Tensor, number: int) -> None:
+        """Must run with dispatch modes switched off: making the alias is no op of the step."""
+        # The tensor itself may be the output of the very node that saves it: holding it would tie a knot.
+        alias = tensor.detach()
+        self.owner = owner
+        self.number = number
+        self.recorded = -1
+        self.ghost = alias
+        self.tensor: torch.Tensor | None = alias
+        self.entry: Entry | None = None
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._version = tensor._version
+        self._shape = tensor.shape
+        self._dtype = tensor.dtype
+
+    def enter(self, entry: Entry, nothing: torch.Tensor) -> None:
+        """Leave the memory to the pool: from here on the handle holds a window, not a tensor."""
+        alias = self.ghost
+        self._stride, self._offset = alias.stride(), alias.storage_offset()
+        self.entry = entry
+        self.tensor = None
+        alias.data = nothing  # drops the memory and keeps the version counter
+
+    def check_version(self, node: str) -> None:
+        """Raise what plain PyTorch raises when a saved tensor was changed in place since it was saved."""
+        now = self.ghost._version
+        if now != self._version:
+            kind = str(self._dtype).removeprefix("torch.")
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" [{kind} {list(self._shape)}], needed by {node or 'the backward pass'}, is at version {now};"
+                f" expected version {self._version} instead. Hint: enable anomaly detection to find the operation"
+                " that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+            )
+
+    def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The window on the value's memory, with size, stride and offset as they were."""
+        window = torch.empty(0, dtype=self._dtype, device=storage.device)
+        return window.set_(storage, self._offset, self._shape, self._stride)  # type: ignore[call-overload, no-any-return]
+
+    def __del__(self) -> None:
+        self.owner.released(self)

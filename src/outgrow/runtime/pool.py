@@ -1,0 +1,339 @@
+"""The unified tensor pool: every saved value of the step, wherever its bytes are, and the moves between tiers.
+
+SuperNeurons, section 3.3: one pool over the tiers, moves planned ahead where a plan exists, and a cache that
+sends the least recently used away when an allocation would not fit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from outgrow.errors import SessionError
+from outgrow.runtime.copies.cpu import Copy, CpuCopies
+from outgrow.runtime.tiers import ram
+from outgrow.runtime.tiers.disk import Slot, SpillFile
+from outgrow.tracing.ledger import Ledger, StorageRecord
+from outgrow.units import format_bytes
+
+
+class Entry:
+    """One saved value.
+
+    `storage` is the pool's own hold on its memory, None while the value is away (or only others hold it).
+    `record` is the ledger's record of the storage that holds, or last held, the value. `slot` has its bytes once
+    a copy out was finished. `serial` and `version` say which contents of which storage it was saved from.
+    """
+
+    __slots__ = ("handles", "nbytes", "reading", "record", "saved_index", "serial", "slot", "storage", "version", "writing")
+
+    def __init__(self, record: StorageRecord, storage: torch.UntypedStorage, version: int) -> None:
+        self.record = record
+        self.storage: torch.UntypedStorage | None = storage
+        self.serial = record.serial
+        self.version = version
+        self.nbytes = record.nbytes
+        self.handles = 0
+        self.slot: Slot | None = None
+        self.writing: Copy | None = None
+        self.reading: Copy | None = None
+        self.saved_index = -1
+
+
+class Pool:
+    """Entries and their moves. Lives on the training's thread; only copies run elsewhere.
+
+    Attributes:
+        stall_seconds: time for which the computation waited for copies, since `reset_counters`.
+        planned_bytes: bytes that plans sent out since then.
+        evicted_bytes: bytes that the cache sent out since then.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        budget_bytes: int,
+        spill: SpillFile,
+        copies: CpuCopies,
+        on_arrival: Callable[[Entry], None],
+        least_moved_bytes: int,
+    ) -> None:
+        self._ledger = ledger
+        self._budget = budget_bytes
+        self._on_arrival = on_arrival
+        self._least_moved = least_moved_bytes
+        self._spill = spill
+        self._copies = copies
+        self._entries: dict[tuple[int, int], Entry] = {}
+        self._recent: OrderedDict[Entry, None] = OrderedDict()
+        self._at: dict[int, list[Entry]] = {}  # entries by the serial number of the storage they were last in
+        # Copies out in flight, first in first out, each with the pool's hold on its memory.
+        self._leaving: deque[tuple[Copy, Entry, torch.UntypedStorage]] = deque()
+        # Copies back whose value nobody wants any more; their memory may go when they are done.
+        self._abandoned: list[tuple[Copy, torch.UntypedStorage]] = []
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
+        """Start counting stalls and bytes anew."""
+        self.stall_seconds = 0.0
+        self.planned_bytes = self.evicted_bytes = 0
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries, in no particular order."""
+        return iter(self._entries.values())
+
+    def adopt(self, tensor: torch.Tensor, record: StorageRecord) -> Entry:
+        """The entry of a tensor's value; one more saved tensor refers to it."""
+        key = (record.serial, tensor._version)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = Entry(record, tensor.untyped_storage(), tensor._version)
+            self._at.setdefault(record.serial, []).append(entry)
+        entry.handles += 1
+        self._touch(entry)
+        return entry
+
+    def drop(self, entry: Entry) -> None:
+        """A saved tensor is gone; with the last one the value leaves the pool."""
+        entry.handles -= 1
+        if entry.handles > 0:
+            return
+        self._entries.pop((entry.serial, entry.version), None)
+        self._forget_place(entry)
+        if entry.reading is not None and not entry.reading.done:
+            assert entry.storage is not None
+            self._abandoned.append((entry.reading, entry.storage))
+        elif entry.slot is not None:
+            self._spill.release(entry.slot)
+        self._let_go(entry)
+
+    def _let_go(self, entry: Entry) -> None:
+        entry.storage = None
+        self._recent.pop(entry, None)
+
+    def written(self, record: StorageRecord) -> None:
+        """Somebody writes to a storage. What was copied of it is stale: fall back to the memory itself.
+
+        Autograd raises when a saved tensor was changed in place; but a write that it does not see (through
+        `.data`) changes what a plain backward pass would read, and so it must change what ours reads.
+        """
+        for entry in self._at.get(record.serial, ()):
+            storage = record.storage()
+            if storage is None:
+                continue
+            if entry.writing is not None:
+                entry.writing.wait()
+                self.land()
+            if entry.slot is not None:
+                self._spill.release(entry.slot)
+                entry.slot = None
+            entry.storage = storage
+            self._touch(entry)
+
+    def start_out(self, entry: Entry, offset: int | None = None) -> None:
+        """Start a copy out, unless a copy exists or is under way. `offset` is the plan's place, if it has one."""
+        if entry.storage is None or entry.slot is not None or entry.writing is not None:
+            return
+        out = self._copies.out
+        slot = self._spill.reserve(entry.nbytes) if offset is None else self._spill.planned_slot(offset, entry.nbytes)
+        entry.writing = out.submit(slot, entry.storage.data_ptr())
+        self._leaving.append((entry.writing, entry, entry.storage))
+        if offset is None:
+            self.evicted_bytes += entry.nbytes
+        else:
+            self.planned_bytes += entry.nbytes
+
+    def land(self) -> None:
+        """Let go of memory whose copy out is done.
+
+        Raises:
+            SpillError: a copy failed. Its value is still in memory, and so are all that follow it.
+        """
+        while self._leaving and self._leaving[0][0].done:
+            self._land_first()
+        if self._abandoned:
+            for copy, _ in self._abandoned:
+                if copy.done:
+                    self._spill.release(copy.slot)
+            self._abandoned = [item for item in self._abandoned if not item[0].done]
+
+    def _land_first(self) -> None:
+        copy, entry, _ = self._leaving.popleft()
+        entry.writing = None
+        if copy.error is not None:
+            self._spill.release(copy.slot)
+            copy.check()
+        if entry.handles == 0:
+            self._spill.release(copy.slot)
+            return
+        entry.slot = copy.slot
+        # The bytes are safe on the disk. If a backward op is reading the memory right now, that op holds it, and
+        # the pool finds it again by its record: letting go here never frees memory in use.
+        self._let_go(entry)
+
+    def wait_out(self, entry: Entry) -> None:
+        """Wait until a value has left."""
+        if entry.writing is not None:
+            self._wait(entry.writing)
+            self.land()
+
+    def start_in(self, entry: Entry, room_ahead: int) -> bool:
+        """Start a planned copy back; False while it and the coming `room_ahead` bytes do not fit the budget."""
+        if entry.storage is not None or entry.slot is None or entry.handles == 0:
+            return True
+        if self._find_again(entry):
+            return True
+        self.land()
+        if self._ledger.live_bytes + entry.nbytes + room_ahead > self._budget:
+            return False
+        self._start_in(entry)
+        return True
+
+    def request(self, entry: Entry, make_room: Callable[[int], None]) -> None:
+        """Start to bring a value back now if it is away and not under way; `make_room` is called first."""
+        self._touch(entry)
+        if entry.storage is not None or self._find_again(entry):
+            return
+        make_room(entry.nbytes)
+        self._start_in(entry)
+
+    def fetch(self, entry: Entry) -> torch.UntypedStorage:
+        """The memory of a requested value, waiting until it is back.
+
+        Raises:
+            SpillError: its bytes could not be read.
+        """
+        if entry.reading is not None:
+            reading = entry.reading
+            self._wait(reading)
+            entry.reading = None
+            if reading.error is not None:
+                entry.storage = None
+                reading.check()
+        if entry.storage is None:
+            raise SessionError("a saved value was not requested before it was fetched")
+        return entry.storage
+
+    def _find_again(self, entry: Entry) -> bool:
+        """Take the memory back if somebody else kept it alive: no copy is needed then."""
+        storage = entry.record.storage()
+        if storage is None:
+            return False
+        entry.storage = storage
+        self._touch(entry)
+        return True
+
+    def _start_in(self, entry: Entry) -> None:
+        slot = entry.slot
+        assert slot is not None, "a value that is away has a slot"
+        storage = self._allocate(slot)
+        entry.storage = storage
+        self._forget_place(entry)
+        entry.record = self._ledger.see_storage(storage)
+        self._at.setdefault(entry.record.serial, []).append(entry)
+        entry.reading = self._copies.back.submit(slot, storage.data_ptr())
+        self._touch(entry)
+        self._on_arrival(entry)
+
+    def _allocate(self, slot: Slot) -> torch.UntypedStorage:
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            try:
+                return ram.allocate(slot.nbytes, self._spill.alignment, slot.phase)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            self.evict(slot.nbytes)
+            return ram.allocate(slot.nbytes, self._spill.alignment, slot.phase)
+
+    def make_room(self, need: int) -> bool:
+        """Send the least recently used away until `need` more bytes fit the budget; whether they do now."""
+        self.land()
+        while (excess := self._ledger.live_bytes + need - self._budget) > 0:
+            if not self._send_away(excess):
+                return False
+        return True
+
+    def evict(self, nbytes: int) -> bool:
+        """Send the least recently used away until `nbytes` are free, budget or not; whether anything went."""
+        before = self._ledger.live_bytes
+        while before - self._ledger.live_bytes < nbytes and self._send_away(nbytes):
+            pass
+        return self._ledger.live_bytes < before
+
+    def _send_away(self, nbytes: int) -> bool:
+        """Take one step towards `nbytes` of free memory, the quickest there is; False if there is none."""
+        if any(entry.record.other_holders() <= 0 for _, entry, _ in self._leaving):
+            self._wait(self._leaving[0][0])
+            self._land_first()
+            return True
+        before, submitted = self._ledger.live_bytes, 0
+        for entry in list(self._recent):
+            if submitted + before - self._ledger.live_bytes >= nbytes:
+                break
+            if not self._may_leave(entry):
+                continue
+            if entry.slot is not None:  # a clean copy: nothing to write
+                self._let_go(entry)
+            else:
+                self.start_out(entry)
+                submitted += entry.nbytes
+        return submitted > 0 or self._ledger.live_bytes < before
+
+    def _forget_place(self, entry: Entry) -> None:
+        there = self._at.get(entry.record.serial, [])
+        if entry in there:
+            there.remove(entry)
+        if not there:
+            self._at.pop(entry.record.serial, None)
+
+    def _may_leave(self, entry: Entry) -> bool:
+        return (
+            entry.storage is not None
+            and entry.writing is None
+            and entry.reading is None
+            and entry.nbytes >= self._least_moved
+            and entry.record.other_holders() <= 0
+        )
+
+    def _wait(self, copy: Copy) -> None:
+        if copy.done:
+            return
+        start = time.perf_counter()
+        copy.wait()
+        self.stall_seconds += time.perf_counter() - start
+
+    def _touch(self, entry: Entry) -> None:
+        self._recent[entry] = None
+        self._recent.move_to_end(entry)
+
+    def holdings(self) -> str:
+        """What the pool has in memory, for error messages."""
+        inside = [entry for entry in self._entries.values() if entry.storage is not None]
+        busy = [entry for entry in inside if not self._may_leave(entry)]
+        total, used = (format_bytes(sum(entry.nbytes for entry in group)) for group in (inside, busy))
+        return f"{format_bytes(self._ledger.live_bytes)} are alive, {total} of them saved values, {used} in use"
+
+    def close(self) -> None:
+        """Bring back what saved tensors still want, end the copies and close the file."""
+        for entry in list(self._entries.values()):
+            if entry.slot is not None or entry.writing is not None:
+                self.wait_out(entry)
+                self.request(entry, lambda _: None)
+                self.fetch(entry)
+                entry.slot = None
+        self._copies.close()
+        self._leaving.clear()
+        self._abandoned.clear()
+        self._recent.clear()
+        self._at.clear()
+        self._spill.close()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator of PyTorch refused memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )

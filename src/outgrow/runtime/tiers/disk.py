@@ -1,0 +1,242 @@
+"""The disk tier: one unnamed file, direct I/O, places fixed by the plan and a free list for the rest.
+
+The file never has a name (`O_TMPFILE`), so that a killed process leaves nothing behind, and bypasses the page
+cache (`O_DIRECT`), since bytes in the page cache would still be in RAM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+from bisect import insort
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from outgrow.errors import SessionError, SpillError
+from outgrow.planning.plan import SLOT_ALIGNMENT, slot_bytes
+
+_Transfer = Callable[[int, "ctypes.Array[ctypes.c_char]", int], int]
+_RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+
+
+class Slot:
+    """A value's place on the disk.
+
+    Direct I/O moves whole aligned blocks: `head` and `tail` are the bytes of a value before its first and after
+    its last aligned address, less than two blocks in all, and stay in RAM.
+    """
+
+    __slots__ = ("head", "nbytes", "offset", "phase", "planned", "tail")
+
+    def __init__(self, offset: int, nbytes: int, *, planned: bool) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        self.planned = planned
+        self.phase = 0
+        self.head = b""
+        self.tail = b""
+
+
+class SpillFile:
+    """Room on a disk for values that left RAM. `write` and `read` may be called from worker threads."""
+
+    def __init__(self, directory: str | Path | None, *, allow_tmpfs: bool = False) -> None:
+        """Open the file in `directory` (default: the system's folder for temporary files that is on a disk).
+
+        Raises:
+            SpillError: the folder is missing, read-only, or in RAM and not `allow_tmpfs`.
+        """
+        self.directory = _choose_directory(directory, allow_tmpfs=allow_tmpfs)
+        self._descriptor, self._direct = _open_unnamed(self.directory)
+        self.alignment = self._find_alignment()
+        self._planned_end = 0
+        self._end = 0
+        self._free: list[tuple[int, int]] = []  # (room, offset), smallest room first
+
+    def plan_area(self, nbytes: int) -> None:
+        """Set the first `nbytes` of the file aside for places that plans fix; asks the disk for them now.
+
+        Raises:
+            SpillError: the file system has not that much room.
+        """
+        if nbytes <= self._planned_end:
+            return
+        if self._end > self._planned_end:
+            raise SessionError("the plan's room on the disk cannot grow while unplanned values lie behind it")
+        try:
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise self._failure("setting room aside", error) from error
+        self._planned_end = self._end = nbytes
+        self._free.clear()
+
+    def planned_slot(self, offset: int, nbytes: int) -> Slot:
+        """The place that the plan gave a value."""
+        return Slot(offset, nbytes, planned=True)
+
+    def reserve(self, nbytes: int) -> Slot:
+        """A place for a value that no plan foresaw: the smallest free one, else at the end of the file."""
+        room = slot_bytes(nbytes)
+        for index, (size, offset) in enumerate(self._free):
+            if size >= room:
+                del self._free[index]
+                if size > room:
+                    insort(self._free, (size - room, offset + room))
+                return Slot(offset, nbytes, planned=False)
+        offset, self._end = self._end, self._end + room
+        return Slot(offset, nbytes, planned=False)
+
+    def release(self, slot: Slot) -> None:
+        """Give a place back."""
+        if slot.planned:
+            return
+        insort(self._free, (slot_bytes(slot.nbytes), slot.offset))
+        if sum(size for size, _ in self._free) == self._end - self._planned_end:
+            self._free.clear()  # nothing is in use: start anew, without splinters
+            self._end = self._planned_end
+
+    def write(self, slot: Slot, address: int) -> None:
+        """Copy `slot.nbytes` from memory at `address` to the slot."""
+        first, last = self._aligned(address, slot.nbytes)
+        slot.phase = address % self.alignment
+        slot.head = ctypes.string_at(address, first - address)
+        slot.tail = ctypes.string_at(last, address + slot.nbytes - last)
+        try:
+            self._transfer(os.pwrite, first, last, slot.offset)
+        except OSError as error:
+            raise self._failure("writing", error) from error
+
+    def read(self, slot: Slot, address: int) -> None:
+        """Copy the slot's bytes to memory at `address`, which must have the phase that they left with."""
+        first, last = self._aligned(address, slot.nbytes)
+        try:
+            self._transfer(_pread_into, first, last, slot.offset)
+        except OSError as error:
+            raise self._failure("reading", error) from error
+        ctypes.memmove(address, slot.head, len(slot.head))
+        ctypes.memmove(last, slot.tail, len(slot.tail))
+
+    def close(self) -> None:
+        """Close the file, which frees its room on the disk."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _aligned(self, address: int, nbytes: int) -> tuple[int, int]:
+        first = -(-address // self.alignment) * self.alignment
+        last = (address + nbytes) // self.alignment * self.alignment
+        if last < first:  # smaller than one block: all of it is head
+            return address + nbytes, address + nbytes
+        return first, last
+
+    def _transfer(self, call: _Transfer, first: int, last: int, offset: int) -> None:
+        start = first
+        while start < last:
+            window = (ctypes.c_char * (last - start)).from_address(start)
+            moved = call(self._descriptor, window, offset + start - first)
+            if moved <= 0:
+                raise OSError(errno.EIO, "the spill file is shorter than what was written to it")
+            start += moved
+        if not self._direct and call is os.pwrite and last > first:
+            os.fdatasync(self._descriptor)
+            os.posix_fadvise(self._descriptor, offset, last - first, os.POSIX_FADV_DONTNEED)
+
+    def _find_alignment(self) -> int:
+        """The least alignment that the file system takes for direct I/O."""
+        if not self._direct:
+            return 1
+        with mmap.mmap(-1, 2 * SLOT_ALIGNMENT) as page:
+            view = memoryview(page)
+            try:
+                os.pwrite(self._descriptor, view[512:1024], 512)
+                found = 512
+            except OSError:
+                found = SLOT_ALIGNMENT
+            finally:
+                view.release()
+        try:
+            os.ftruncate(self._descriptor, 0)
+        except OSError as error:
+            raise self._failure("preparing the file", error) from error
+        return found
+
+    def _failure(self, doing: str, error: OSError) -> SpillError:
+        reason = error.strerror or str(error)
+        advice = "Free some room there or give another spill_dir."
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            advice = "Give a spill_dir on another disk."
+        place = _file_system_of(self.directory)
+        return SpillError(
+            error.errno or errno.EIO, f"{doing} failed on the spill file in {self.directory} ({place}): {reason}. {advice}"
+        )
+
+
+def _pread_into(descriptor: int, window: ctypes.Array[ctypes.c_char], offset: int) -> int:
+    return os.preadv(descriptor, [window], offset)
+
+
+def _choose_directory(wanted: str | Path | None, *, allow_tmpfs: bool) -> Path:
+    if wanted is None:
+        for place in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
+            if os.access(place, os.W_OK) and _file_system_type(Path(place)) not in _RAM_FILE_SYSTEMS:
+                return Path(place)
+        raise SpillError(errno.ENOENT, "no folder for temporary files lies on a disk: give spill_dir")
+    place = Path(wanted)
+    if not place.is_dir():
+        raise SpillError(errno.ENOENT, f"the spill folder {place} does not exist or is no folder")
+    kind = _file_system_type(place)
+    if kind in _RAM_FILE_SYSTEMS and not allow_tmpfs:
+        raise SpillError(
+            errno.EINVAL,
+            f"the spill folder {place} is on {kind}, which is RAM: what is offloaded there saves nothing."
+            " Give a folder on a disk (or pass allow_tmpfs=True, --allow-tmpfs, to force it)",
+        )
+    return place
+
+
+def _open_unnamed(directory: Path) -> tuple[int, bool]:
+    """A file without a name, and whether it bypasses the page cache."""
+    direct = getattr(os, "O_DIRECT", 0)
+    unnamed = getattr(os, "O_TMPFILE", 0)
+    attempts = [(unnamed | direct, bool(direct)), (unnamed, False)] if unnamed else []
+    for flags, is_direct in attempts:
+        try:
+            return os.open(directory, flags | os.O_RDWR | os.O_CLOEXEC, 0o600), is_direct
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+                raise SpillError(
+                    error.errno, f"cannot make a spill file in {directory}: {error.strerror}. Give another spill_dir"
+                ) from error
+    try:  # a file system without unnamed files: the name is gone before a byte is written
+        descriptor, path = tempfile.mkstemp(prefix="outgrow-", dir=directory)
+    except OSError as error:
+        raise SpillError(
+            error.errno or errno.EIO,
+            f"cannot make a spill file in {directory}: {error.strerror}. Give another spill_dir",
+        ) from error
+    os.unlink(path)
+    return descriptor, False
+
+
+def _file_system_type(path: Path) -> str:
+    mount = _mount_of(path)
+    return mount.fstype if mount else ""
+
+
+def _file_system_of(path: Path) -> str:
+    """The file system for people: "ext4 on /dev/vda mounted at /"."""
+    mount = _mount_of(path)
+    return f"{mount.fstype} on {mount.device} mounted at {mount.mountpoint}" if mount else "unknown file system"
+
+
+def _mount_of(path: Path) -> psutil._ntuples.sdiskpart | None:
+    real = path.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
+    # Of two mounts at one place the later one is what is seen.
+    return max(enumerate(mounts), key=lambda item: (len(item[1].mountpoint), item[0]))[1] if mounts else None

@@ -1,0 +1,68 @@
+"""RAM as the device tier of CPU training: aligned buffers, and keeping the resident set near the live bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import torch
+
+
+def allocate(nbytes: int, alignment: int, phase: int) -> torch.UntypedStorage:
+    """A new storage of exactly `nbytes` whose address is `phase` modulo `alignment`, from torch's allocator.
+
+    Direct I/O wants file offset and memory address aligned alike: a value that left from an address with a
+    certain phase comes back to one with the same phase, and so needs no bounce buffer.
+    """
+    block = torch.empty(nbytes + alignment, dtype=torch.uint8)
+    start = (phase - block.data_ptr()) % alignment
+    # NumPy's view is the owner that keeps `block` alive for as long as the storage lives.
+    return torch.from_numpy(block.numpy()[start : start + nbytes]).untyped_storage()
+
+
+class ResidentSet:
+    """Watches the process's resident set and gives freed pages back to the system before it grows too large.
+
+    glibc keeps freed blocks below a threshold that it raises as it goes, so the resident set drifts away from
+    the live bytes. Changing the threshold costs page faults on every step; `malloc_trim` only when the resident
+    set nears its limit costs next to nothing (docs/architecture.md has the figures).
+    """
+
+    _REGROWTH_BYTES = 24 << 20
+
+    def __init__(self, base_bytes: int, budget_bytes: int) -> None:
+        """`base_bytes` is what the process holds besides tensors."""
+        self._limit = base_bytes + budget_bytes + budget_bytes // 50 + (8 << 20)
+        self._next = self._limit
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else -1
+        try:
+            self._trim = ctypes.CDLL(None).malloc_trim
+        except (AttributeError, OSError):  # another C library, which gives memory back by itself
+            self._trim = None
+
+    def current_bytes(self) -> int:
+        """The resident set now, in bytes; 0 where the system does not tell."""
+        if self._statm < 0:
+            return 0
+        return int(os.pread(self._statm, 80, 0).split()[1]) * self._page
+
+    def make_room(self, nbytes: int) -> None:
+        """Give freed pages back if `nbytes` more would lift the resident set over its limit."""
+        if self.current_bytes() + nbytes <= self._next:
+            return
+        self.trim()
+        # Pages that are truly in use cannot be given back: look again only after some growth.
+        self._next = max(self._limit, self.current_bytes() + self._REGROWTH_BYTES)
+
+    def trim(self) -> None:
+        """Give all freed pages back."""
+        if self._trim is not None:
+            self._trim(0)
+
+    def close(self) -> None:
+        """Close the file that tells the resident set."""
+        if self._statm >= 0:
+            os.close(self._statm)
+            self._statm = -1

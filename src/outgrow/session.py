@@ -1,0 +1,389 @@
+"""The user's handle: gives each training step a budget, and learns from the steps that it sees."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+import psutil
+import torch
+
+from outgrow.cost.hardware import Hardware
+from outgrow.cost.measure import this_machine
+from outgrow.errors import BudgetTooSmall, SessionError, UnsupportedDevice
+from outgrow.planning.floor import least_budget
+from outgrow.planning.plan import Plan
+from outgrow.planning.policies import find
+from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
+from outgrow.runtime.copies.cpu import CpuCopies
+from outgrow.runtime.executor import Executor, StepOutcome
+from outgrow.runtime.pool import Entry, Pool
+from outgrow.runtime.tiers.disk import SpillFile
+from outgrow.runtime.tiers.ram import ResidentSet
+from outgrow.summary import Summary
+from outgrow.tracing.capture import as_sequence, storage_kinds, training_state
+from outgrow.tracing.ir import Event, Kind, Trace
+from outgrow.tracing.ledger import Ledger
+from outgrow.tracing.liveness import with_lasting_state
+from outgrow.tracing.recorder import ModuleNames, Recorder
+from outgrow.units import parse_bytes
+
+# A plan is made again when a step takes this much longer or shorter than predicted, or peaks this much higher;
+# so often at most, since a machine whose speed wavers would be planned for without end.
+_TIME_TOLERANCE = 0.10
+_PEAK_TOLERANCE = 0.02
+_MOST_REPLANS = 4
+# After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
+_RECORDINGS_AFTER_DEPARTURE = 8
+# Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
+_MOST_KINDS = 32
+
+
+@dataclass
+class _Kind:
+    """One kind of step that was met: its trace, its plan, and how the plan fares."""
+
+    packs: tuple[int, ...]
+    trace: Trace
+    plan: Plan
+    steady: bool
+    measured_peak: int
+    plan_seconds: float
+    replans: int = 0
+    recent: list[float] = field(default_factory=list)
+
+
+class Session:
+    """Trains inside a budget.
+
+        session = outgrow.Session(model, optimizer, budget="8GiB")
+        for x, y in batches:
+            with session.step():
+                loss_fn(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    The first step of each kind runs in cache mode and is recorded; later ones follow a plan. Gradients are those
+    of plain PyTorch, to the bit.
+    """
+
+    _open: ClassVar[weakref.WeakSet[Session]] = weakref.WeakSet()  # to refuse two sessions over one model
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        budget: int | str,
+        policy: str = "auto",
+        spill_dir: str | Path | None = None,
+        allow_tmpfs: bool = False,
+        least_moved_bytes: int = LEAST_MOVED_BYTES,
+    ) -> None:
+        """Open a session.
+
+        Args:
+            model: what is trained; several modules as a sequence.
+            optimizer: its optimizer or optimizers; may be left out.
+            budget: the most that live bytes may reach: bytes, or "8GiB", "800MB", "60%" (of the machine's RAM).
+            policy: how plans are made; `outgrow.policies()` has the names.
+            spill_dir: a folder on a disk for what is offloaded; default: the system's folder for temporary files.
+            allow_tmpfs: take a spill folder that is in RAM all the same.
+            least_moved_bytes: smaller values stay where they are, in bytes.
+
+        Raises:
+            InvalidBudget: the budget cannot be read.
+            BudgetTooSmall: it does not even hold the training state.
+            UnknownPolicy: there is no such policy.
+            SpillError: the spill folder cannot be used.
+            SessionError: another session is open over this model.
+            UnsupportedDevice: the model is not on the CPU.
+        """
+        self._closed = True  # until everything below has worked
+        self._models = as_sequence(model)
+        self._optimizers = as_sequence(optimizer)
+        self._device = _device_of(self._models)
+        self.budget_bytes = parse_bytes(budget, total_bytes=psutil.virtual_memory().total)
+        self._policy = find(policy)
+        self._refuse_second_session()
+        self._ledger = Ledger(self._device.type)
+        kinds = storage_kinds(self._ledger, self._models, self._optimizers)
+        self._refuse_hopeless_budget(kinds)
+        self._least_moved = least_moved_bytes
+        self._spill = SpillFile(spill_dir, allow_tmpfs=allow_tmpfs)
+        self._copies = CpuCopies(self._spill)
+        self._pool = Pool(
+            self._ledger, self.budget_bytes, self._spill, self._copies, self._arrived, least_moved_bytes
+        )
+        self._resident = ResidentSet(
+            psutil.Process().memory_info().rss - self._ledger.live_bytes, self.budget_bytes
+        )
+        self._executor = Executor(self._ledger, self._pool, self._resident, self.budget_bytes, self._too_small)
+        self._hardware: Hardware | None = None
+        self._kinds: list[_Kind] = []
+        self._expected: _Kind | None = None
+        self._recordings_left = 1
+        self._in_step = False
+        self._summary: Summary | None = None
+        self._oom_retries = self._replans = 0
+        self._peak = 0
+        self._closed = False
+        Session._open.add(self)
+
+    # --- what users call ---
+
+    def step(self) -> Step:
+        """A context for one training step: forward, loss, backward and, if there is one, the optimizer."""
+        return Step(self)
+
+    def summary(self) -> Summary:
+        """The figures of the last step.
+
+        Raises:
+            SessionError: no step was finished yet.
+        """
+        if self._summary is None:
+            raise SessionError("no step was finished yet: run one inside `with session.step():`")
+        return self._summary
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes alive on the device now, as far as the session sees them."""
+        return self._ledger.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest measured peak of any step so far, in bytes."""
+        return self._peak
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the next step will follow; None before there is one."""
+        return None if self._expected is None else self._expected.plan
+
+    def close(self) -> None:
+        """End the session: saved values that are still wanted come back, threads end, the spill file goes.
+
+        Closing twice is harmless.
+        """
+        if self._closed:
+            return
+        if self._in_step:
+            raise SessionError("close the session after its step, not inside it")
+        self._closed = True
+        Session._open.discard(self)
+        self._pool.close()
+        self._resident.close()
+        self._ledger.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not self._in_step:
+            self.close()
+
+    # --- one step ---
+
+    def _begin(self) -> None:
+        if self._closed:
+            raise SessionError("the session is closed: open a new one")
+        if self._in_step:
+            raise SessionError("a step is open already: steps of a session do not nest")
+        kind = self._expected
+        kinds = storage_kinds(self._ledger, self._models, self._optimizers)
+        records = kind is None or not kind.steady or self._recordings_left > 0
+        self._modules = ModuleNames(self._models if records else ())
+        self._recorder = Recorder(self._ledger, self._modules, kinds) if records else None
+        if self._recorder is not None:
+            self._modules.__enter__()
+            self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
+        if kind is not None and kind.plan.offloads:
+            self._spill.plan_area(kind.plan.spill_bytes)
+        watch = records or kind is None or not _keeps_everything(kind.plan)
+        self._in_step = True
+        self._executor.begin(None if kind is None else kind.plan, kinds, self._recorder, watch=watch)
+
+    def _end(self, failed: bool) -> None:
+        outcome = self._executor.end()
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            self._modules.__exit__(None, None, None)
+        self._in_step = False
+        self._oom_retries += outcome.oom_retries
+        if outcome.watched:
+            self._peak = max(self._peak, outcome.peak_bytes)
+        if failed:
+            return
+        followed = self._expected
+        if recorder is not None:
+            kinds = storage_kinds(self._ledger, self._models, self._optimizers)
+            self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
+        elif not outcome.followed:
+            self._expected = self._known(outcome.packs) or followed
+            self._recordings_left = 0 if self._known(outcome.packs) else _RECORDINGS_AFTER_DEPARTURE
+        elif followed is not None:
+            self._compare(followed, outcome)
+        self._summarise(followed if outcome.followed else None, outcome)
+
+    # --- learning ---
+
+    def _learn(self, outcome: StepOutcome, trace: Trace) -> None:
+        """A step was recorded: remember its kind and plan for it."""
+        known = self._known(outcome.packs)
+        self._recordings_left = max(0, self._recordings_left - 1)
+        start = time.perf_counter()
+        trace = with_lasting_state(trace)
+        # What else was made in this step and stays is there from now on.
+        base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1))
+        steady = known is not None and base <= LEAST_MOVED_BYTES
+        problem = Problem(trace, self._measured_hardware(), self.budget_bytes, base, self._least_moved)
+        plan = self._policy.plan(problem)
+        if steady or not plan.evicts:
+            self._refuse_what_cannot_fit(plan)
+        seconds = time.perf_counter() - start
+        if known is None:
+            known = _Kind(outcome.packs, trace, plan, steady, outcome.peak_bytes, seconds)
+            self._kinds = [known, *self._kinds][:_MOST_KINDS]
+        else:
+            known.trace, known.plan, known.steady = trace, plan, steady
+            known.measured_peak, known.plan_seconds = outcome.peak_bytes, seconds
+            known.replans += 1
+            self._replans += 1
+        known.recent.clear()
+        self._expected = known
+
+    def _known(self, packs: tuple[int, ...]) -> _Kind | None:
+        return next((kind for kind in self._kinds if kind.packs == packs), None)
+
+    def _compare(self, kind: _Kind, outcome: StepOutcome) -> None:
+        """Adapt: where measurement and prediction differ, the next step is recorded and planned anew."""
+        kind.recent.append(outcome.seconds)
+        del kind.recent[:-3]
+        if not outcome.watched or kind.replans >= _MOST_REPLANS:
+            return
+        prediction = kind.plan.simulate()
+        higher = outcome.peak_bytes > prediction.peak_bytes * (1 + _PEAK_TOLERANCE)
+        typical = sorted(kind.recent)[len(kind.recent) // 2]
+        slower = len(kind.recent) == 3 and abs(typical / prediction.step_seconds - 1) > _TIME_TOLERANCE
+        if higher or slower:
+            kind.steady = False
+
+    def _measured_hardware(self) -> Hardware:
+        """This machine, with the disk's speeds as its copies were measured so far."""
+        if self._hardware is None:
+            self._hardware = this_machine()
+        return replace(
+            self._hardware,
+            copy_out_bandwidth=self._copies.out.bandwidth() or self._hardware.copy_out_bandwidth,
+            copy_in_bandwidth=self._copies.back.bandwidth() or self._hardware.copy_in_bandwidth,
+        )
+
+    def _summarise(self, kind: _Kind | None, outcome: StepOutcome) -> None:
+        away = outcome.planned_bytes + outcome.evicted_bytes
+        prediction = None if kind is None else kind.plan.simulate()
+        peak = outcome.peak_bytes if outcome.watched or kind is None else kind.measured_peak
+        self._summary = Summary(
+            policy=self._policy.name,
+            budget_bytes=self.budget_bytes,
+            predicted_peak_bytes=None if prediction is None else prediction.peak_bytes,
+            measured_peak_bytes=peak,
+            predicted_step_seconds=None if prediction is None else prediction.step_seconds,
+            step_seconds=outcome.seconds,
+            kept_bytes=max(0, outcome.saved_bytes - away),
+            offloaded_bytes=away,
+            recomputed_bytes=0,
+            stall_seconds=outcome.stall_seconds,
+            recompute_seconds=0.0,
+            plan_seconds=0.0 if self._expected is None else self._expected.plan_seconds,
+            oom_retries=self._oom_retries,
+            replans=self._replans,
+        )
+
+    # --- refusals ---
+
+    def _refuse_second_session(self) -> None:
+        mine = {id(model) for model in self._models}
+        if any(mine & {id(model) for model in other._models} for other in Session._open):
+            raise SessionError("another session is open over this model: close it first")
+
+    def _refuse_hopeless_budget(self, kinds: dict[int, Kind]) -> None:
+        """Parameters, and a gradient for each that is trained, are alive together whatever the plan."""
+        parameters = {id(item): item for model in self._models for item in model.parameters()}.values()
+        gradients = sum(
+            item.numel() * item.element_size() for item in parameters if item.requires_grad and item.grad is None
+        )
+        needed = self._ledger.live_bytes + gradients
+        if needed > self.budget_bytes:
+            holders = {"training state": self._ledger.live_bytes, "gradients": gradients}
+            raise BudgetTooSmall(self.budget_bytes, needed, holders, exact=False)
+
+    def _refuse_what_cannot_fit(self, plan: Plan) -> None:
+        if plan.simulate().feasible:
+            return
+        if not plan.evicts:
+            peak = plan.simulate().peak_bytes
+            raise BudgetTooSmall(self.budget_bytes, peak, {"the plain step": peak})
+        floor = least_budget(plan.problem)
+        if floor.bytes > self.budget_bytes:
+            where = plan.problem.trace.describe_op(floor.op)
+            raise BudgetTooSmall(self.budget_bytes, floor.bytes, floor.holders, where)
+
+    def _too_small(self, needed: int, where: str) -> Exception:
+        holders: dict[str, int] = {}
+        kinds = storage_kinds(self._ledger, self._models, self._optimizers)
+        sizes = {}
+        for tensor, _ in training_state(self._models, self._optimizers):
+            record = self._ledger.see(tensor)
+            if record is not None:
+                sizes[record.serial] = record.nbytes
+        for serial, size in sizes.items():
+            name = kinds[serial].value
+            holders[name] = holders.get(name, 0) + size
+        saved = sum(entry.nbytes for entry in self._pool.entries() if entry.storage is not None)
+        holders["saved values in use"] = saved
+        holders["other tensors and this op"] = max(0, needed - sum(holders.values()))
+        return BudgetTooSmall(self.budget_bytes, needed, holders, where, exact=False)
+
+    def _arrived(self, entry: Entry) -> None:
+        self._executor.arrived(entry)
+
+
+class Step:
+    """One training step of a session; use it with `with`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> Step:
+        self._session._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._session._end(failed=error is not None)
+
+
+def _device_of(models: Sequence[torch.nn.Module]) -> torch.device:
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    if not devices:
+        raise SessionError("the model has no parameters: there is nothing to train")
+    if devices != {torch.device("cpu")}:
+        names = ", ".join(sorted(str(device) for device in devices))
+        raise UnsupportedDevice(f"the model is on {names}: this version trains on the CPU only")
+    return torch.device("cpu")
+
+
+def _keeps_everything(plan: Plan) -> bool:
+    """Whether a plan needs no hand on the step: everything fits as it is."""
+    prediction = plan.simulate()
+    return not plan.offloads and prediction.feasible and prediction.evicted_bytes == 0

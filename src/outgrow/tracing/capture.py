@@ -1,0 +1,206 @@
+"""Traces one step on its own, without a budget: for `outgrow.trace`, on real or on fake tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outgrow.tracing.ir import Kind, Trace
+from outgrow.tracing.ledger import Ledger, StorageRecord
+from outgrow.tracing.ops import OpTable, outputs_of, tensors_in
+from outgrow.tracing.probe import measured_call
+from outgrow.tracing.recorder import ModuleNames, Recorder
+
+
+class TrainingStep(NamedTuple):
+    """A model, its optimizer (or None, or several of either) and a function that runs one step on them."""
+
+    model: torch.nn.Module | Sequence[torch.nn.Module]
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+    step: Callable[[], object]
+
+
+def trace(make_step: Callable[[], TrainingStep], *, fake: bool = True) -> Trace:
+    """Record one training step.
+
+    Args:
+        make_step: builds model, optimizer and data, and returns a `TrainingStep`. With `fake=True` it runs
+            under `FakeTensorMode`: tensors have shapes and devices but no memory, so the step may be larger
+            than any machine. Everything that the step uses must be built inside.
+        fake: False runs the step for real (once to warm up, once recorded, with times and workspaces).
+
+    Returns:
+        The trace of a step in its steady state: the optimizer's state exists already.
+    """
+    with ExitStack() as stack:
+        if fake:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        made = make_step()
+        models = as_sequence(made.model)
+        optimizers = as_sequence(made.optimizer)
+        if fake:
+            _make_optimizer_state(optimizers)
+        else:
+            made.step()
+        return _record(made.step, models, optimizers, measured=not fake)
+
+
+def as_sequence(item: Any) -> tuple[Any, ...]:
+    """One, several or none, as a tuple."""
+    if item is None:
+        return ()
+    if isinstance(item, torch.nn.Module | torch.optim.Optimizer):
+        return (item,)
+    return tuple(item)
+
+
+def storage_kinds(
+    ledger: Ledger, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[int, Kind]:
+    """What the storages of models and optimizers are, by serial number in the ledger."""
+    kinds: dict[int, Kind] = {}
+    for tensor, kind in training_state(models, optimizers):
+        record = ledger.see(tensor)
+        if record is not None:
+            kinds.setdefault(record.serial, kind)
+    return kinds
+
+
+def training_state(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[tuple[torch.Tensor, Kind]]:
+    """Every tensor that training keeps from step to step, with its kind."""
+    for model in models:
+        for parameter in model.parameters():
+            yield parameter, Kind.PARAMETER
+            if parameter.grad is not None:
+                yield parameter.grad, Kind.GRADIENT
+        for buffer in model.buffers():
+            yield buffer, Kind.BUFFER
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, Kind.PARAMETER
+                if parameter.grad is not None:
+                    yield parameter.grad, Kind.GRADIENT
+        for state in optimizer.state.values():
+            for item in state.values():
+                if isinstance(item, torch.Tensor):
+                    yield item, Kind.OPTIMIZER
+
+
+def _make_optimizer_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Step fake optimizers once, so that momentum and the like are there before the recorded step."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _record(
+    step: Callable[[], object],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    measured: bool,
+) -> Trace:
+    device = next((parameter.device for model in models for parameter in model.parameters()), torch.device("cpu"))
+    ledger = Ledger(device.type)
+    kinds = storage_kinds(ledger, models, optimizers)
+    with ModuleNames(models) as modules:
+        recorder = Recorder(ledger, modules, kinds)
+        recorder.start(tensor for tensor, _ in training_state(models, optimizers))
+        ledger.on_death = recorder.died
+        mode = _CaptureMode(recorder, measured=measured)
+
+        def pack(tensor: torch.Tensor) -> _Handle:
+            with mode.paused():
+                # A detached alias: the tensor itself may be the node's own output, and would hold its graph.
+                alias = tensor.detach()
+            return _Handle(recorder, ledger.see(tensor), alias)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.unpack()), mode:
+            step()
+        result = recorder.finish(storage_kinds(ledger, models, optimizers), str(device.type), measured=measured)
+        ledger.close()
+    return result
+
+
+class _Handle:
+    """What autograd keeps in place of a saved tensor; its end is the moment at which autograd lets go."""
+
+    __slots__ = ("_index", "_record", "_recorder", "_tensor")
+
+    def __init__(self, recorder: Recorder, record: StorageRecord | None, alias: torch.Tensor) -> None:
+        self._tensor = alias
+        self._record = record
+        if record is not None:
+            record.aliases += 1
+        self._recorder = recorder
+        self._index = recorder.packed(record, alias.numel() * alias.element_size())
+
+    def unpack(self) -> torch.Tensor:
+        self._recorder.unpacked(self._index)
+        return self._tensor
+
+    def __del__(self) -> None:
+        if self._record is not None:
+            self._record.aliases -= 1
+        self._recorder.released(self._index)
+
+
+class _CaptureMode(TorchDispatchMode):
+    """Shows each op to the recorder."""
+
+    def __init__(self, recorder: Recorder, *, measured: bool) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._measured = measured
+        self._table = OpTable()
+        self._paused = False
+        self._left_at = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, ops are ours and no part of the step. (Switching dispatch off would strip fake tensors bare.)"""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        facts = self._table[func]
+        if self._paused or facts.is_bookkeeping:
+            return func(*args, **kwargs)
+        rise, seconds = 0, 0.0
+        if self._measured:
+            result, rise = measured_call(func, args, kwargs)
+            seconds = time.perf_counter() - self._left_at
+        else:
+            result = func(*args, **kwargs)
+        self._recorder.op(
+            func,
+            facts,
+            args,
+            kwargs,
+            tensors_in(args, kwargs),
+            outputs_of(result),
+            result,
+            rise_bytes=rise,
+            seconds=seconds,
+        )
+        self._left_at = time.perf_counter()
+        return result

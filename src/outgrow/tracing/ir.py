@@ -1,0 +1,244 @@
+"""The vocabulary of a recorded step: plain records without torch, which planners and reports exchange.
+
+Time in a trace is counted in ops: "at op i" means just before op i runs, and a value that is born at op i
+is alive while op i runs. `len(trace.ops)` is the end of the step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from outgrow.errors import TraceMismatch
+
+FORMAT = "outgrow-trace-1"
+
+
+class Phase(StrEnum):
+    """The part of the step that an op belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Kind(StrEnum):
+    """What a value is to the training, which says who may move it."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer state"
+    INPUT = "input"
+    ACTIVATION = "saved"
+    TEMPORARY = "temporary"
+
+
+class Event(StrEnum):
+    """The two kinds of tick of the runtime's clock."""
+
+    PACK = "pack"
+    UNPACK = "unpack"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One ATen operator call.
+
+    `moved_bytes` are read plus written; `workspace_bytes` is what the op holds, at its worst moment, beyond
+    what was alive before it and the outputs that it leaves. `seconds` is 0.0 where no clock ran.
+    """
+
+    name: str
+    phase: Phase
+    module: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    flops: int
+    moved_bytes: int
+    workspace_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The contents of one storage between two writes to it.
+
+    `birth` is the op that makes it, -1 if it was there before the step; `death` the first op at which its
+    memory is free (or holds the next version), `len(ops)` if it outlives the step. `held` is the first op
+    from which on nothing but saved tensors holds it: before that, letting go of it frees no memory.
+    """
+
+    storage: int
+    version: int
+    nbytes: int
+    kind: Kind
+    birth: int
+    held: int
+    death: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One saved tensor: a window on a value that autograd packs in forward and unpacks in backward.
+
+    `node` is the backward node that unpacks it ("ConvolutionBackward0"), empty if none did. `unpacked` has an
+    op for each time that it was unpacked; `released` is the op at which autograd let go of it.
+    """
+
+    value: int
+    nbytes: int
+    node: str
+    module: str
+    packed: int
+    unpacked: tuple[int, ...]
+    released: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One call of the clock: saved tensor `saved` is packed or unpacked at op `op`."""
+
+    event: Event
+    saved: int
+    op: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The record of one step.
+
+    `measured` says that op seconds and workspaces were measured on a real step; else they are estimates.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    saved: tuple[Saved, ...]
+    ticks: tuple[Tick, ...]
+    device: str
+    measured: bool
+    torch_version: str
+
+    @property
+    def seconds(self) -> float:
+        """Time of the plain step, in seconds."""
+        return sum(op.seconds for op in self.ops)
+
+    def resident_bytes(self, at: int) -> int:
+        """Bytes of the values that are alive at op `at` in a plain step; -1 asks for before the step."""
+        return sum(value.nbytes for value in self.values if value.birth <= at < value.death)
+
+    def with_ops(self, ops: Sequence[Op]) -> Trace:
+        """The same step with other costs."""
+        if len(ops) != len(self.ops):
+            raise TraceMismatch(f"{len(ops)} costs for a trace of {len(self.ops)} ops")
+        return replace(self, ops=tuple(ops))
+
+    def describe_op(self, index: int) -> str:
+        """An op for people: "convolution_backward in backward of layer3.4.conv2"."""
+        if not self.ops:
+            return ""
+        op = self.ops[index]
+        name = op.name.removeprefix("aten.").removesuffix(".default")
+        place = f" of {op.module}" if op.module else ""
+        return f"{name} in {op.phase}{place}"
+
+    def to_document(self) -> dict[str, Any]:
+        """As plain data for JSON: one list for each field, since a trace may have 100,000 ops."""
+        document: dict[str, Any] = {
+            "format": FORMAT,
+            "device": self.device,
+            "measured": self.measured,
+            "torch_version": self.torch_version,
+        }
+        for name in ("ops", "values", "saved", "ticks"):
+            document[name] = _columns(getattr(self, name))
+        return document
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace as JSON."""
+        Path(path).write_text(json.dumps(self.to_document(), separators=(",", ":")))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a trace that `save` wrote.
+
+        Raises:
+            TraceMismatch: the file is not a trace, or one of another format.
+        """
+        try:
+            return cls.from_document(json.loads(Path(path).read_text()))
+        except (ValueError, UnicodeDecodeError) as error:
+            raise TraceMismatch(f"{path} is not a trace that Outgrow wrote: {error}") from error
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Trace:
+        """The reverse of `to_document`.
+
+        Raises:
+            TraceMismatch: the data is not a trace, or one of another format.
+        """
+        try:
+            if document["format"] != FORMAT:
+                raise TraceMismatch(f"format {document['format']!r}, this version reads {FORMAT!r}")
+            trace = cls(
+                ops=tuple(_rows(Op, document["ops"])),
+                values=tuple(_rows(Value, document["values"])),
+                saved=tuple(_rows(Saved, document["saved"])),
+                ticks=tuple(_rows(Tick, document["ticks"])),
+                device=str(document["device"]),
+                measured=bool(document["measured"]),
+                torch_version=str(document["torch_version"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, TraceMismatch):
+                raise
+            raise TraceMismatch(f"not a trace: {error!r}") from error
+        trace._check_references()
+        return trace
+
+    def _check_references(self) -> None:
+        """A file from somebody else may point anywhere: every number must name something that is there."""
+        ops, values, saved = len(self.ops), len(self.values), len(self.saved)
+        good = (
+            all(0 <= index < values for op in self.ops for index in (*op.inputs, *op.outputs))
+            and all(-1 <= value.birth <= ops and 0 <= value.death <= ops for value in self.values)
+            and all(0 <= item.value < values and 0 <= item.packed <= ops for item in self.saved)
+            and all(0 <= tick.saved < saved and 0 <= tick.op <= ops for tick in self.ticks)
+            and all(a.op <= b.op for a, b in pairwise(self.ticks))
+        )
+        if not good:
+            raise TraceMismatch("the trace refers to ops, values or saved tensors that it does not have")
+
+
+def _columns(records: Sequence[Any]) -> dict[str, list[Any]]:
+    if not records:
+        return {}
+    return {field.name: [getattr(record, field.name) for record in records] for field in fields(records[0])}
+
+
+# How a field comes back from JSON, which knows neither tuples nor enums.
+_READERS: dict[str, Any] = {
+    "tuple[int, ...]": tuple,
+    "Phase": Phase,
+    "Kind": Kind,
+    "Event": Event,
+}
+
+
+def _rows(cls: type[Any], columns: Mapping[str, list[Any]]) -> list[Any]:
+    if not columns:
+        return []
+    readers = [_READERS.get(str(field.type), lambda item: item) for field in fields(cls)]
+    lists = [columns[field.name] for field in fields(cls)]
+    if len({len(column) for column in lists}) != 1:
+        raise TraceMismatch(f"the columns of {cls.__name__} have different lengths")
+    return [
+        cls(*(read(item) for read, item in zip(readers, row, strict=True)))
+        for row in zip(*lists, strict=True)
+    ]

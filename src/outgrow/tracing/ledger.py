@@ -1,0 +1,122 @@
+"""Which storages are alive on the training's device, and how many bytes they are.
+
+The one place that measures live bytes: the recorder dates values by it, the runtime holds the budget by it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+
+class StorageRecord:
+    """One storage that was seen, for as long as it lives."""
+
+    __slots__ = ("address", "aliases", "nbytes", "ref", "serial")
+
+    def __init__(self, serial: int, address: int, nbytes: int) -> None:
+        self.serial = serial
+        self.address = address
+        self.nbytes = nbytes
+        self.aliases = 0  # tensors of ours on this storage
+        self.ref: _StorageRef | None = None
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage, or None when it is gone."""
+        return None if self.ref is None else self.ref()
+
+    def other_holders(self) -> int:
+        """How many hold the storage besides our aliases and one Python reference (which the caller must have)."""
+        return int(torch._C._storage_Use_Count(self.address)) - 1 - self.aliases
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows its record. The Python object of a storage lives as long as the storage."""
+
+    __slots__ = ("record",)
+    record: StorageRecord
+
+
+class Ledger:
+    """Live storages of one device type and their total.
+
+    Attributes:
+        live_bytes: bytes of all storages alive that were ever shown to the ledger.
+        on_death: called with the record of each storage that goes; None for nobody.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.live_bytes = 0
+        self.on_death: Callable[[StorageRecord], None] | None = None
+        self._records: dict[int, StorageRecord] = {}
+        self._serial = 0
+        self._thread = threading.get_ident()
+        # Storages whose last reference went on another thread (garbage collection runs anywhere), not yet booked.
+        self._gone_elsewhere: deque[StorageRecord] = deque()
+
+    def see(self, tensor: torch.Tensor) -> StorageRecord | None:
+        """The record of a tensor's storage, made if it is new; None for what has no storage on the device."""
+        if tensor.device.type != self.device_type:
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # sparse and opaque layouts
+            return None
+        return self.see_storage(storage)
+
+    def see_storage(self, storage: torch.UntypedStorage) -> StorageRecord:
+        """As `see`, for a storage that is known to be on the device."""
+        address = storage._cdata
+        record = self._records.get(address)
+        if record is None or record.ref is None:
+            self._book_deaths_elsewhere()
+            self._serial += 1
+            record = StorageRecord(self._serial, address, storage.nbytes())
+            record.ref = _StorageRef(storage, self._died)
+            record.ref.record = record
+            self._records[address] = record
+            self.live_bytes += record.nbytes
+        elif record.nbytes != (size := storage.nbytes()):  # resized in place
+            self.live_bytes += size - record.nbytes
+            record.nbytes = size
+        return record
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage was seen before."""
+        try:
+            return tensor.untyped_storage()._cdata in self._records
+        except NotImplementedError:
+            return False
+
+    def _died(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(ref, _StorageRef)
+        record = ref.record
+        record.ref = None
+        if threading.get_ident() == self._thread:
+            self._book_death(record)
+        else:
+            self._gone_elsewhere.append(record)
+
+    def _book_deaths_elsewhere(self) -> None:
+        while self._gone_elsewhere:
+            self._book_death(self._gone_elsewhere.popleft())
+
+    def _book_death(self, record: StorageRecord) -> None:
+        if self._records.get(record.address) is record:
+            del self._records[record.address]
+        self.live_bytes -= record.nbytes
+        if self.on_death is not None:
+            self.on_death(record)
+
+    def close(self) -> None:
+        """Forget everything and let go of the weak references."""
+        for record in self._records.values():
+            record.ref = None
+        self._records.clear()
+        self.live_bytes = 0
+        self.on_death = None

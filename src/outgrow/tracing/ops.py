@@ -1,0 +1,93 @@
+"""What an ATen operator's schema says of it: does it make memory, does it write to what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """Facts of one operator overload.
+
+    `is_view`: every result is a window on an argument and nothing is written.
+    `makes_outputs`: some result is fresh memory, as far as the schema tells.
+    `is_bookkeeping`: it computes nothing (profiler marks, questions about a tensor) and is no part of a step.
+    `writes`: positions (int) or names (str) of the arguments that it writes to.
+    """
+
+    name: str
+    is_view: bool
+    makes_outputs: bool
+    is_bookkeeping: bool
+    writes: tuple[int | str, ...]
+
+
+def facts_of(func: Any) -> OpFacts:
+    """Read an operator's facts off its schema."""
+    schema = func._schema
+    writes: list[int | str] = []
+    for position, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            writes.append(argument.name if argument.kwarg_only else position)
+    returns = schema.returns
+    is_view = bool(returns) and not writes and all(item.alias_info is not None for item in returns)
+    return OpFacts(
+        name=str(func),
+        is_view=is_view,
+        makes_outputs=any(item.alias_info is None for item in returns),
+        is_bookkeeping=func.namespace in ("prim", "profiler"),
+        writes=tuple(writes),
+    )
+
+
+class OpTable:
+    """Facts by operator, read once each."""
+
+    def __init__(self) -> None:
+        self._facts: dict[Any, OpFacts] = {}
+
+    def __getitem__(self, func: Any) -> OpFacts:
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = self._facts[func] = facts_of(func)
+        return facts
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among an op's arguments, lists opened, in order."""
+    found: list[torch.Tensor] = []
+    for item in args:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            found.extend(inner for inner in item if isinstance(inner, torch.Tensor))
+    if kwargs:
+        found.extend(tensors_in(tuple(kwargs.values()), {}))
+    return found
+
+
+def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call writes to, by the operator's schema."""
+    for place in facts.writes:
+        if isinstance(place, str):
+            item = kwargs.get(place)
+        else:
+            item = args[place] if place < len(args) else None
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from (inner for inner in item if isinstance(inner, torch.Tensor))
+
+
+def outputs_of(result: Any) -> list[torch.Tensor]:
+    """The tensors that a call returned."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, list | tuple):
+        return tensors_in(result, {})
+    return []

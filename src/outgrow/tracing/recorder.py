@@ -1,0 +1,326 @@
+"""Fills a trace from a step that runs: told of each op, pack, unpack, release and death, it dates the values.
+
+It watches and never acts. `capture.py` feeds it from a step on its own, the runtime from a step under a budget;
+a value that the runtime sends away and brings back is one value all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
+from outgrow.tracing.ledger import Ledger, StorageRecord
+from outgrow.tracing.ops import OpFacts, written_tensors
+
+
+@dataclass(slots=True)
+class _Value:
+    """A value while it is being dated. -1 stands for "not yet"."""
+
+    storage: int
+    version: int
+    nbytes: int
+    kind: Kind
+    birth: int
+    held: int = -1
+    death: int = -1
+    handles: int = 0
+    present: bool = True
+
+
+@dataclass(slots=True)
+class _Saved:
+    value: int
+    nbytes: int
+    module: str
+    packed: int
+    unpacked: list[int]
+    node: str = ""
+    released: int = -1
+
+
+class Recorder:
+    """Dates one step. Make a new one for each step."""
+
+    def __init__(self, ledger: Ledger, modules: ModuleNames, kinds: Mapping[int, Kind]) -> None:
+        """`kinds` tells what storages that are alive already are, by serial number in the ledger."""
+        self._ledger = ledger
+        self._modules = modules
+        self._kinds = kinds
+        self._ops: list[Op] = []
+        self._values: list[_Value] = []
+        self._saved: list[_Saved] = []
+        self._ticks: list[Tick] = []
+        self._current: dict[int, int] = {}
+        self._watched: dict[int, StorageRecord] = {}
+        self._backward_module = ""
+
+    @property
+    def now(self) -> int:
+        """The op that runs next."""
+        return len(self._ops)
+
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take note of what is alive before the step."""
+        for tensor in tensors:
+            record = self._ledger.see(tensor)
+            if record is not None:
+                self._value_of(record)
+
+    def op(
+        self,
+        func: Any,
+        facts: OpFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        result: Any,
+        *,
+        rise_bytes: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        """An op ran. `rise_bytes` is how far it lifted live bytes at its worst moment, 0 if nobody measured."""
+        now = len(self._ops)
+        in_backward = torch._C._current_graph_task_id() != -1
+        read: dict[int, None] = {}
+        moved = 0
+        for tensor in inputs:
+            record = self._ledger.see(tensor)
+            if record is not None:
+                read[self._value_of(record)] = None
+                moved += tensor.numel() * tensor.element_size()
+        born: dict[int, None] = {}
+        for tensor in written_tensors(facts, args, kwargs):
+            record = self._ledger.see(tensor)
+            if record is not None:
+                born[self._next_version(record, now)] = None
+        new_bytes = 0
+        accumulates = in_backward and _accumulates_gradient()
+        for tensor in outputs:
+            record = self._ledger.see(tensor)
+            if record is None:
+                continue
+            known = self._current.get(record.serial)
+            if known is None:
+                known = self._new_value(record, 0, Kind.TEMPORARY, now)
+                new_bytes += record.nbytes
+                born[known] = None
+            if accumulates:
+                self._values[known].kind = Kind.GRADIENT
+            if not facts.is_view:
+                moved += tensor.numel() * tensor.element_size()
+        if in_backward:
+            phase, module = Phase.BACKWARD, self._backward_module
+        elif torch.is_grad_enabled():
+            phase, module = Phase.FORWARD, self._modules.current
+        else:
+            phase, module = Phase.UPDATE, self._modules.current
+        self._ops.append(
+            Op(
+                name=facts.name,
+                phase=phase,
+                module=module,
+                inputs=tuple(read),
+                outputs=tuple(born),
+                flops=_flops(func, args, kwargs, result),
+                moved_bytes=0 if facts.is_view else moved,
+                workspace_bytes=max(0, rise_bytes - new_bytes),
+                seconds=seconds,
+            )
+        )
+        if self._watched:
+            self._look_at_holders()
+
+    def packed(self, record: StorageRecord | None, nbytes: int) -> int:
+        """Autograd saved a window of `nbytes` on a storage; the number of the saved tensor is returned."""
+        now = len(self._ops)
+        index = len(self._saved)
+        if record is None:  # not on the device: a tick, but nothing to manage
+            self._values.append(_Value(0, 0, 0, Kind.INPUT, -1))
+            value = len(self._values) - 1
+        else:
+            value = self._value_of(record)
+            if self._values[value].held < 0:
+                self._watched[record.serial] = record
+        self._values[value].handles += 1
+        self._saved.append(_Saved(value, nbytes, self._modules.current, now, []))
+        self._ticks.append(Tick(Event.PACK, index, now))
+        return index
+
+    def unpacked(self, index: int) -> None:
+        """Autograd asks for saved tensor `index` back."""
+        saved = self._saved[index]
+        saved.unpacked.append(len(self._ops))
+        self._backward_module = saved.module
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            saved.node = node.name()
+        self._ticks.append(Tick(Event.UNPACK, index, len(self._ops)))
+
+    def released(self, index: int) -> None:
+        """Autograd let go of saved tensor `index`."""
+        now = len(self._ops)
+        self._saved[index].released = now
+        value = self._values[self._saved[index].value]
+        value.handles -= 1
+        if value.handles == 0 and not value.present and value.death < 0:
+            value.death = now
+
+    def died(self, record: StorageRecord) -> None:
+        """A storage is gone: freed, or sent away while saved tensors still want its contents."""
+        self._watched.pop(record.serial, None)
+        index = self._current.pop(record.serial, None)
+        if index is None:
+            return
+        value, now = self._values[index], len(self._ops)
+        value.present = False
+        if value.held < 0:
+            value.held = now
+        if value.handles == 0:
+            value.death = now
+
+    def came_back(self, index: int, record: StorageRecord) -> None:
+        """The contents of saved tensor `index` are in a new storage."""
+        value = self._saved[index].value
+        self._current[record.serial] = value
+        self._values[value].present = True
+
+    def value_of_saved(self, index: int) -> int:
+        """The value that a saved tensor is a window on."""
+        return self._saved[index].value
+
+    def finish(self, kinds: Mapping[int, Kind], device: str, *, measured: bool) -> Trace:
+        """The trace. `kinds` tells what the storages alive now are, by serial number."""
+        end = len(self._ops)
+        for serial, kind in kinds.items():
+            index = self._current.get(serial)
+            if index is not None and self._values[index].kind in (Kind.TEMPORARY, Kind.INPUT):
+                self._values[index].kind = kind
+        for saved in self._saved:
+            value = self._values[saved.value]
+            if value.kind is Kind.TEMPORARY:
+                value.kind = Kind.ACTIVATION
+        return Trace(
+            ops=tuple(self._ops),
+            values=tuple(self._dated(value, end) for value in self._values),
+            saved=tuple(
+                Saved(
+                    value=item.value,
+                    nbytes=item.nbytes,
+                    node=item.node,
+                    module=item.module,
+                    packed=item.packed,
+                    unpacked=tuple(item.unpacked),
+                    released=end if item.released < 0 else item.released,
+                )
+                for item in self._saved
+            ),
+            ticks=tuple(self._ticks),
+            device=device,
+            measured=measured,
+            torch_version=str(torch.__version__),
+        )
+
+    @staticmethod
+    def _dated(value: _Value, end: int) -> Value:
+        death = end if value.death < 0 else value.death
+        held = death if value.held < 0 else min(value.held, death)
+        return Value(
+            storage=value.storage,
+            version=value.version,
+            nbytes=value.nbytes,
+            kind=value.kind,
+            birth=value.birth,
+            held=held,
+            death=death,
+        )
+
+    def _value_of(self, record: StorageRecord) -> int:
+        index = self._current.get(record.serial)
+        if index is None:  # no op made it: it was there before the step, or came from outside
+            index = self._new_value(record, 0, self._kinds.get(record.serial, Kind.INPUT), -1)
+        return index
+
+    def _new_value(self, record: StorageRecord, version: int, kind: Kind, birth: int) -> int:
+        index = len(self._values)
+        self._values.append(_Value(record.serial, version, record.nbytes, kind, birth))
+        self._current[record.serial] = index
+        return index
+
+    def _next_version(self, record: StorageRecord, now: int) -> int:
+        index = self._current.get(record.serial)
+        if index is None:
+            return self._value_of(record)
+        value = self._values[index]
+        value.death = now
+        value.present = False
+        self._watched.pop(record.serial, None)
+        return self._new_value(record, value.version + 1, value.kind, now)
+
+    def _look_at_holders(self) -> None:
+        """Date the moment at which only saved tensors hold a value: the plain step's lifetime depends on it."""
+        now = len(self._ops)
+        free: list[int] = []
+        for serial, record in self._watched.items():
+            storage = record.storage()
+            if storage is None or record.other_holders() <= 0:
+                free.append(serial)
+        for serial in free:
+            del self._watched[serial]
+            index = self._current.get(serial)
+            if index is not None and self._values[index].held < 0:
+                self._values[index].held = now
+
+
+class ModuleNames:
+    """Which module runs, by name, from hooks that are there only while a step is recorded."""
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self._names: dict[int, str] = {}
+        for model in models:
+            for name, module in model.named_modules():
+                self._names.setdefault(id(module), name)
+        self._stack: list[str] = []
+
+    @property
+    def current(self) -> str:
+        """The innermost module that runs, "" outside of any."""
+        return self._stack[-1] if self._stack else ""
+
+    def __enter__(self) -> ModuleNames:
+        self._handles = (
+            torch.nn.modules.module.register_module_forward_pre_hook(self._enter),
+            torch.nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+        )
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._stack.clear()
+
+    def _enter(self, module: torch.nn.Module, args: object) -> None:
+        self._stack.append(self._names.get(id(module), self.current))
+
+    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
+        if self._stack:
+            self._stack.pop()
+
+
+def _accumulates_gradient() -> bool:
+    node = torch._C._current_autograd_node()
+    return node is not None and "AccumulateGrad" in node.name()
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """FLOPs by PyTorch's own formulas; 0 for ops that it has none for (they are bound by memory)."""
+    formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+    if formula is None:
+        return 0
+    return int(formula(*args, **kwargs, out_val=result))
