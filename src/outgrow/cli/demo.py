@@ -14,7 +14,6 @@ from rich.console import Console
 
 from outgrow.cli.job import make_job
 from outgrow.cli.options import Options
-from outgrow.cli.plan import figures, result_table
 from outgrow.cli.train import make_progress, open_session, show_step, timed_step
 from outgrow.tracing.liveness import plain_profile
 from outgrow.units import format_bytes, format_seconds
@@ -38,10 +37,11 @@ def demo() -> None:
         made = job.plan(trace, plain_peak // 2)
     stdout.print(
         f"ResNet-50 on scikit-learn's digits, {BATCH} images of {IMAGE_SIZE} x {IMAGE_SIZE} pixels a step. "
-        f"A plain step needs {format_bytes(plain_peak)}; the budget is half of that."
+        f"A plain step needs {format_bytes(plain_peak)}; the budget is half of that. The plan:",
+        soft_wrap=True,
     )
     stdout.print(str(made), markup=False, highlight=False)
-    stdout.print(result_table(figures(job, trace, made)))
+    stdout.print()
 
     batches = job.batches()
     model, optimizer = job.build()
@@ -61,10 +61,11 @@ def demo() -> None:
                 show_step(progress, task, job, loss, seconds, session)
         summary = session.summary()
         peak = session.peak_bytes
+    stdout.print("\nThe last step under the budget:")
     stdout.print(str(summary), markup=False, highlight=False)
     plain_seconds, seconds = statistics.median(plain), statistics.median(managed)
     stdout.print(
-        f"The loss went from {statistics.mean(losses[:ENDS]):.2f} to {statistics.mean(losses[-ENDS:]):.2f} "
+        f"\nThe loss went from {statistics.mean(losses[:ENDS]):.2f} to {statistics.mean(losses[-ENDS:]):.2f} "
         f"(means of the first and last {ENDS} of {len(losses)} steps). "
         f"Outgrow trained in {format_bytes(peak)} instead of {format_bytes(plain_peak)}, "
         f"{1 - peak / plain_peak:.0%} less memory, at {seconds / plain_seconds:.2f} x the time of a plain "

@@ -275,6 +275,9 @@ class Pool:
                 break
             if not self._may_leave(entry):
                 continue
+            if entry.reading is not None:  # fetched ahead of need, and now the room is needed more
+                self._wait(entry.reading)
+                entry.reading = None
             if entry.slot is not None:  # a clean copy: nothing to write
                 self._let_go(entry)
             else:
@@ -293,7 +296,6 @@ class Pool:
         return (
             entry.storage is not None
             and entry.writing is None
-            and entry.reading is None
             and entry.nbytes >= self._least_moved
             and entry.record.other_holders() <= 0
         )

@@ -1,0 +1,103 @@
+"""Small training steps that the tests run twice: plain, and under a budget."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import outgrow
+from outgrow.tracing.liveness import plain_profile
+
+
+@dataclass(frozen=True)
+class Result:
+    """What training left behind."""
+
+    losses: tuple[float, ...]
+    state: str
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its optimizer, and a function that runs step number `k` and returns the loss."""
+
+    models: Sequence[torch.nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    run: Callable[[int], Any]
+
+
+Make = Callable[[], Training]
+
+
+def digest(models: Sequence[torch.nn.Module]) -> str:
+    """A hash of all parameters and buffers."""
+    total = hashlib.sha256()
+    for model in models:
+        for name, tensor in sorted(model.state_dict().items()):
+            total.update(name.encode())
+            total.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def train_plain(make: Make, steps: int) -> Result:
+    """Train with plain PyTorch."""
+    torch.manual_seed(0)
+    training = make()
+    torch.manual_seed(1)
+    losses = tuple(float(training.run(k)) for k in range(steps))
+    return Result(losses, digest(training.models))
+
+
+def train_in_session(
+    make: Make, steps: int, *, budget: int | str, policy: str = "auto", **options: Any
+) -> tuple[Result, list[outgrow.Summary]]:
+    """Train the same in a session; also the summary of each step."""
+    torch.manual_seed(0)
+    training = make()
+    torch.manual_seed(1)
+    losses: list[float] = []
+    summaries: list[outgrow.Summary] = []
+    options.setdefault("least_moved_bytes", 1)
+    with outgrow.Session(training.models, training.optimizers, budget=budget, policy=policy, **options) as session:
+        for k in range(steps):
+            with session.step():
+                loss = training.run(k)
+            losses.append(float(loss))
+            summaries.append(session.summary())
+    return Result(tuple(losses), digest(training.models)), summaries
+
+
+def budget_for(make: Make, share: float, *, least_moved_bytes: int = 1) -> int:
+    """A share of the plain peak, or the least feasible budget where that is more; in bytes.
+
+    Measured on a real step, so that workspaces count; a little more than the least, since the first step guesses.
+    """
+
+    def step() -> outgrow.TrainingStep:
+        torch.manual_seed(0)
+        training = make()
+        return outgrow.TrainingStep(training.models, training.optimizers, lambda: training.run(0))
+
+    trace = outgrow.trace(step, fake=False)
+    hardware = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9)
+    problem_plan = outgrow.plan(trace, budget=1, policy="lru", hardware=hardware)
+    from outgrow.planning.floor import least_budget
+    from outgrow.planning.problem import Problem
+
+    problem = Problem(trace, hardware, problem_plan.budget_bytes, least_moved_bytes=least_moved_bytes)
+    # The tests hold on to a few scalars and to the batch of the step before.
+    least = least_budget(problem).bytes * 1.02 + 4096
+    return int(max(plain_profile(trace).peak_bytes * share, least))
+
+
+def assert_equal_to_plain(make: Make, *, share: float = 0.6, policy: str = "auto", steps: int = 4) -> None:
+    """Train plain and in a session at a share of the plain peak: losses and state must be equal to the bit."""
+    plain = train_plain(make, steps)
+    budget = budget_for(make, share)
+    ours, summaries = train_in_session(make, steps, budget=budget, policy=policy)
+    assert ours == plain
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
