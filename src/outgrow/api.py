@@ -5,28 +5,28 @@ from __future__ import annotations
 from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
 from outgrow.planning.plan import Plan
-from outgrow.planning.policies import find
+from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import Problem
 from outgrow.tracing.ir import Trace
 from outgrow.units import parse_bytes
 
 
 def plan(
-    trace: Trace, *, budget: int | str, policy: str = "auto", hardware: Hardware | None = None
+    trace: Trace, *, budget: int | str, policy: str | Policy = "auto", hardware: Hardware | None = None
 ) -> Plan:
     """Make a plan for a traced step.
 
     Args:
         trace: a step, real or fake.
         budget: the most that live bytes may reach: bytes, or a string such as "8GiB" or "60%" (of the device).
-        policy: the name of a policy.
+        policy: the name of a policy, or a `Policy` of your own.
         hardware: the device to plan for; the machine at hand is measured if it is left out.
 
     Raises:
         InvalidBudget: the budget cannot be read.
         UnknownPolicy: there is no such policy.
     """
-    maker = find(policy)
+    maker = find(policy) if isinstance(policy, str) else policy
     if hardware is None:
         from outgrow.cost.measure import this_machine  # measuring needs torch, planning does not
 

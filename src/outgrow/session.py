@@ -18,7 +18,7 @@ from outgrow.cost.measure import this_machine
 from outgrow.errors import BudgetTooSmall, SessionError, UnsupportedDevice
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
-from outgrow.planning.policies import find
+from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
 from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.executor import Executor, StepOutcome
@@ -80,7 +80,7 @@ class Session:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         budget: int | str,
-        policy: str = "auto",
+        policy: str | Policy = "auto",
         spill_dir: str | Path | None = None,
         allow_tmpfs: bool = False,
         least_moved_bytes: int = LEAST_MOVED_BYTES,
@@ -91,7 +91,7 @@ class Session:
             model: what is trained; several modules as a sequence.
             optimizer: its optimizer or optimizers; may be left out.
             budget: the most that live bytes may reach: bytes, or "8GiB", "800MB", "60%" (of the machine's RAM).
-            policy: how plans are made; `outgrow.policies()` has the names.
+            policy: how plans are made: one of the names in `outgrow.policies()`, or a `Policy` of your own.
             spill_dir: a folder on a disk for what is offloaded; default: the system's folder for temporary files.
             allow_tmpfs: take a spill folder that is in RAM all the same.
             least_moved_bytes: smaller values stay where they are, in bytes.
@@ -109,7 +109,7 @@ class Session:
         self._optimizers = as_sequence(optimizer)
         self._device = _device_of(self._models)
         self.budget_bytes = parse_bytes(budget, total_bytes=psutil.virtual_memory().total)
-        self._policy = find(policy)
+        self._policy = find(policy) if isinstance(policy, str) else policy
         self._refuse_second_session()
         self._ledger = Ledger(self._device.type)
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)

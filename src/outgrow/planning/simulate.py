@@ -155,7 +155,7 @@ class _Walk:
         if tick.event is Event.PACK:
             self._touch(value)
         else:
-            self._fetch(value)
+            self._request(value)
         for action, target in self._actions.get(number, ()):
             if action == "out":
                 self._start_out(target, planned=True)
@@ -165,6 +165,8 @@ class _Walk:
                 self._deferred.append(target)
         while self._deferred and self._start_in(self._deferred[0]):
             self._deferred.popleft()
+        if tick.event is Event.UNPACK:
+            self._wait_until(self._entries[value].arrives)
 
     def _touch(self, value: int) -> None:
         if self._entries[value].movable:
@@ -231,14 +233,13 @@ class _Walk:
         entry.arrives = self._in_free
         self._touch(value)
 
-    def _fetch(self, value: int) -> None:
+    def _request(self, value: int) -> None:
         entry = self._entries[value]
         entry.in_use += 1
         if not entry.resident:
             if self._evicts and self._live + entry.nbytes > self._budget:
                 self._make_room(entry.nbytes)
             self._read(value)
-        self._wait_until(entry.arrives)
         self._touch(value)
 
     def _make_room(self, need: int) -> None:

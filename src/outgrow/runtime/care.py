@@ -76,9 +76,16 @@ def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, 
         return Need(0, read, measured=False)
     if facts.writes:
         return Need(made, made, measured=False)
-    # oneDNN keeps blocked copies of a convolution's operands; others rarely need more than one more output.
-    workspace = read + made if "convolution" in facts.name else made
-    return Need(made, made + workspace, measured=False)
+    return Need(made, made + _guess_workspace(facts.name, read, made), measured=False)
+
+
+def _guess_workspace(name: str, read: int, made: int) -> int:
+    """More than what the allocator was seen to give out inside such ops on a CPU."""
+    if "convolution" in name:  # oneDNN keeps copies of the operands, laid out in blocks of channels
+        return read + made
+    if "rnn" in name or "lstm" in name or "gru" in name:  # gates of all time steps
+        return 32 * made
+    return 2 * read + made  # bfloat16 operands are widened, reductions keep partial results
 
 
 def _output_bytes(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.errors import DeviceOutOfMemory
@@ -92,6 +93,7 @@ class Executor:
         self._recorder = recorder
         self._reset(plan)
         self._watched = watch
+        self._modes = _len_torch_dispatch_stack()
         self._pool.reset_counters()
         self._ledger.on_death = recorder.died if recorder is not None else None
         self._peak = self._ledger.live_bytes
@@ -186,10 +188,11 @@ class Executor:
                 assert handle.tensor is not None
                 return handle.tensor
             self._where = f"the unpacking for {node.name() if node is not None else 'a saved tensor'}"
-            self._pool.request(entry, self._make_room)
+            storage = self._pool.request(entry, self._make_room)
             self._peak = max(self._peak, self._ledger.live_bytes)
             self._advance(Event.UNPACK, handle, entry)
-            return handle.rebuild(self._pool.fetch(entry))
+            self._pool.wait_in(entry)
+            return handle.rebuild(storage)
 
     def released(self, handle: Handle) -> None:
         """Autograd let go of a saved tensor."""
@@ -218,15 +221,15 @@ class Executor:
         number, self._tick = self._tick, self._tick + 1
         trace = plan.problem.trace
         if number >= len(trace.ticks):
-            self.depart()
+            self._depart()
             return
         tick = trace.ticks[number]
         saved = trace.saved[tick.saved]
         if tick.event is not event or tick.saved != handle.number or saved.nbytes != handle.nbytes:
-            self.depart()
+            self._depart()
             return
         if entry is not None and self._entry_of.setdefault(saved.value, entry) is not entry:
-            self.depart()
+            self._depart()
             return
         for action, item in self._actions.get(number, ()):
             target = self._entry_of.get(item.value)
@@ -254,16 +257,18 @@ class Executor:
         born = sum(trace.values[index].nbytes for index in following.outputs if trace.values[index].version == 0)
         return born + following.workspace_bytes
 
-    def depart(self) -> None:
+    def _depart(self) -> None:
         """The step is not the one of the trace: leave the plan and let the cache decide from here on."""
         self._plan = None
         self._actions = {}
         self._deferred.clear()
-
-    @property
-    def departed(self) -> bool:
-        """Whether the step has no plan to follow (any more)."""
-        return self._plan is None
+        # The mode can join a step that began without it, but only where contexts end in the order in which they
+        # began: not inside the backward pass, whose thread state is put back, and not inside a mode of the user's.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._watched or self._stack is None or in_backward or _len_torch_dispatch_stack() != self._modes:
+            return
+        self._watched = True
+        self._stack.enter_context(_Watch(self, self._table))
 
     # --- the ops ---
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from outgrow.errors import SessionError
 from outgrow.runtime.copies.cpu import Copy, CpuCopies
 from outgrow.runtime.tiers import ram
 from outgrow.runtime.tiers.disk import Slot, SpillFile
@@ -192,30 +191,30 @@ class Pool:
         self._start_in(entry)
         return True
 
-    def request(self, entry: Entry, make_room: Callable[[int], None]) -> None:
-        """Start to bring a value back now if it is away and not under way; `make_room` is called first."""
-        self._touch(entry)
-        if entry.storage is not None or self._find_again(entry):
-            return
-        make_room(entry.nbytes)
-        self._start_in(entry)
+    def request(self, entry: Entry, make_room: Callable[[int], None]) -> torch.UntypedStorage:
+        """The memory of a value, whose bytes may still be on their way; `make_room` is called before a copy.
 
-    def fetch(self, entry: Entry) -> torch.UntypedStorage:
-        """The memory of a requested value, waiting until it is back.
+        Whoever asks holds the memory from here on: plan actions in between may well let go of the pool's hold.
+        """
+        self._touch(entry)
+        if entry.storage is None and not self._find_again(entry):
+            make_room(entry.nbytes)
+            self._start_in(entry)
+        assert entry.storage is not None
+        return entry.storage
+
+    def wait_in(self, entry: Entry) -> None:
+        """Wait until the bytes of a requested value are there.
 
         Raises:
-            SpillError: its bytes could not be read.
+            SpillError: they could not be read.
         """
-        if entry.reading is not None:
-            reading = entry.reading
+        reading, entry.reading = entry.reading, None
+        if reading is not None:
             self._wait(reading)
-            entry.reading = None
             if reading.error is not None:
-                entry.storage = None
+                self._let_go(entry)
                 reading.check()
-        if entry.storage is None:
-            raise SessionError("a saved value was not requested before it was fetched")
-        return entry.storage
 
     def _find_again(self, entry: Entry) -> bool:
         """Take the memory back if somebody else kept it alive: no copy is needed then."""
@@ -324,7 +323,7 @@ class Pool:
             if entry.slot is not None or entry.writing is not None:
                 self.wait_out(entry)
                 self.request(entry, lambda _: None)
-                self.fetch(entry)
+                self.wait_in(entry)
                 entry.slot = None
         self._copies.close()
         self._leaving.clear()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
@@ -279,14 +280,21 @@ class Recorder:
 
 
 class ModuleNames:
-    """Which module runs, by name, from hooks that are there only while a step is recorded."""
+    """Which module runs, by name, from hooks that are there only while a step is recorded.
+
+    Hooks on each module rather than one for all: torch.compile warns of those.
+    """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._names: dict[int, str] = {}
+        self._modules: list[torch.nn.Module] = []
         for model in models:
             for name, module in model.named_modules():
-                self._names.setdefault(id(module), name)
+                if id(module) not in self._names:
+                    self._names[id(module)] = name
+                    self._modules.append(module)
         self._stack: list[str] = []
+        self._handles: list[RemovableHandle] = []
 
     @property
     def current(self) -> str:
@@ -294,15 +302,15 @@ class ModuleNames:
         return self._stack[-1] if self._stack else ""
 
     def __enter__(self) -> ModuleNames:
-        self._handles = (
-            torch.nn.modules.module.register_module_forward_pre_hook(self._enter),
-            torch.nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
-        )
+        for module in self._modules:
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
         self._stack.clear()
 
     def _enter(self, module: torch.nn.Module, args: object) -> None:

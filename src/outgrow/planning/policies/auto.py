@@ -49,10 +49,11 @@ def _just_enough(problem: Problem) -> Plan:
     return best
 
 
-def _rank(plan: Plan) -> tuple[bool, float, int]:
-    """Plans that fit come first, then fast ones, then those that lean least on the cache."""
+def _rank(plan: Plan) -> tuple[bool, int, int]:
+    """Plans that fit come first, then fast ones, then those that copy least; equal to a thousandth is equal."""
     prediction = plan.simulate()
-    return (not prediction.feasible, prediction.step_seconds, prediction.evicted_bytes)
+    thousandths = round(1000 * prediction.step_seconds / max(prediction.plain_step_seconds, 1e-9))
+    return (not prediction.feasible, thousandths, prediction.offloaded_bytes + prediction.evicted_bytes)
 
 
 def _renamed(plan: Plan) -> Plan:

@@ -12,6 +12,9 @@ from queue import SimpleQueue
 
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 
+# The usual 8 MiB are taken from the address space at once, which counts where that is limited.
+_STACK_BYTES = 512 << 10
+
 
 class Copy:
     """A copy that was asked for.
@@ -65,11 +68,11 @@ class Lane:
 
     def submit(self, slot: Slot, address: int) -> Copy:
         """Ask for a copy between memory at `address` and a slot."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
         copy = Copy(slot, address)
-        self._queue.put(copy)
+        if self._thread is None and not self._start():
+            self._carry_out(copy)
+        else:
+            self._queue.put(copy)
         return copy
 
     def bandwidth(self) -> float | None:
@@ -83,17 +86,33 @@ class Lane:
             self._thread.join()
             self._thread = None
 
+    def _start(self) -> bool:
+        """Start the thread; False where the system has no memory for one, which is when copies matter most."""
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        finally:
+            threading.stack_size(usual)
+        self._thread = thread
+        return True
+
     def _work(self) -> None:
         while (copy := self._queue.get()) is not None:
-            error: Exception | None = None
-            start = time.perf_counter()
-            try:
-                self._move(copy.slot, copy.address)
-            except Exception as caught:  # handed to whoever waits for the copy
-                error = caught
-            self.busy_seconds += time.perf_counter() - start
-            self.moved_bytes += copy.slot.nbytes
-            copy.finish(error)
+            self._carry_out(copy)
+
+    def _carry_out(self, copy: Copy) -> None:
+        error: Exception | None = None
+        start = time.perf_counter()
+        try:
+            self._move(copy.slot, copy.address)
+        except Exception as caught:  # handed to whoever waits for the copy
+            error = caught
+        self.busy_seconds += time.perf_counter() - start
+        self.moved_bytes += copy.slot.nbytes
+        copy.finish(error)
 
 
 class CpuCopies:
