@@ -132,9 +132,7 @@ def test_a_plain_run_prints_every_key_and_leaves_those_of_a_budget_empty(result)
 
 
 def test_the_fingerprint_covers_parameters_and_buffers_in_order_of_name(result):
-    printed = result(
-        "train", *TINY_RESNET, "--steps", "1", "--data", "synthetic", "--lr", "0.1", "--seed", "3"
-    )
+    printed = result("train", *TINY_RESNET, "--steps", "1", "--data", "synthetic", "--lr", "0.1", "--seed", "3")
     network = networks.find("resnet-50")
     generator = torch.Generator().manual_seed(3)
     batch, target = network.sample(2, 32, 1000, generator=generator)
@@ -215,9 +213,7 @@ def test_a_plan_without_a_budget_is_that_of_the_plain_peak(result):
     assert plan["predicted_peak_bytes"] <= plan["plain_peak_bytes"] == plan["budget_bytes"]
     assert plan["average_bytes"] <= plan["predicted_peak_bytes"]
     assert plan["plain_average_bytes"] <= plan["plain_peak_bytes"]
-    assert (
-        "in backward" in plan["peak_op"] or "in forward" in plan["peak_op"] or "in update" in plan["peak_op"]
-    )
+    assert "in backward" in plan["peak_op"] or "in forward" in plan["peak_op"] or "in update" in plan["peak_op"]
 
 
 def test_a_plan_under_a_budget_says_what_is_offloaded(result, tight_budget):

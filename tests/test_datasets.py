@@ -26,9 +26,7 @@ def take(count, data, network, shape, seed=0):
 
 
 def equal(left, right):
-    return all(
-        torch.equal(a, b) for pair in zip(left, right, strict=True) for a, b in zip(*pair, strict=True)
-    )
+    return all(torch.equal(a, b) for pair in zip(left, right, strict=True) for a, b in zip(*pair, strict=True))
 
 
 @pytest.fixture
@@ -52,9 +50,7 @@ def flowers(tmp_path: Path) -> Path:
         ("synthetic", TEXT, Shape(5, 24, 256), (5, 24), (5, 24)),
     ],
 )
-def test_batches_have_the_shape_and_classes_that_the_network_needs(
-    data, network, shape, input_shape, target_shape
-):
+def test_batches_have_the_shape_and_classes_that_the_network_needs(data, network, shape, input_shape, target_shape):
     for given, target in take(2, data, network, shape):
         assert given.shape == input_shape
         assert target.shape == target_shape

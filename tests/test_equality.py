@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import Make, Training, assert_equal_to_plain, budget_for, train_in_session, train_plain
 from torch import nn
 from torch.nn import functional as F
+
+from steps import Make, Training, assert_equal_to_plain, budget_for, train_in_session, train_plain
 
 POLICIES = ("auto", "lru", "vdnn-all", "vdnn-conv", "vdnn-dyn")
 

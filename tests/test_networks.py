@@ -213,9 +213,7 @@ def test_a_deep_network_runs_on_the_meta_device(name: str) -> None:
         (ViT, 16),
     ],
 )
-def test_the_least_image_works_and_a_smaller_one_is_refused(
-    model: Callable[..., nn.Module], least: int
-) -> None:
+def test_the_least_image_works_and_a_smaller_one_is_refused(model: Callable[..., nn.Module], least: int) -> None:
     with torch.device("meta"):
         logits = model(image_size=least, classes=3).eval()(torch.empty(1, 3, least, least))
     assert logits.shape[:2] == (1, 3)

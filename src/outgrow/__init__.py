@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outgrow.errors import UnknownPolicy as UnknownPolicy
     from outgrow.errors import UnsupportedDevice as UnsupportedDevice
     from outgrow.planning.plan import Plan as Plan
-    from outgrow.planning.policies import names as policies
+    from outgrow.planning.policies import policies as policies
     from outgrow.planning.simulate import Prediction as Prediction
     from outgrow.session import Session as Session
     from outgrow.summary import Summary as Summary
@@ -54,19 +54,17 @@ _HOMES = {
     "UnknownPolicy": "errors",
     "UnsupportedDevice": "errors",
     "plan": "api",
-    "policies": "planning.policies:names",
+    "policies": "planning.policies",
     "trace": "tracing.capture",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = home.partition(":")
-    return getattr(import_module(f"{__name__}.{module}"), attribute or name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -11,9 +11,7 @@ from outgrow.tracing.ir import Trace
 from outgrow.units import parse_bytes
 
 
-def plan(
-    trace: Trace, *, budget: int | str, policy: str | Policy = "auto", hardware: Hardware | None = None
-) -> Plan:
+def plan(trace: Trace, *, budget: int | str, policy: str | Policy = "auto", hardware: Hardware | None = None) -> Plan:
     """Make a plan for a traced step.
 
     Args:

@@ -27,7 +27,7 @@ from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.ram import ResidentSet
 from outgrow.summary import Summary
 from outgrow.tracing.capture import as_sequence, storage_kinds, training_state
-from outgrow.tracing.ir import Event, Kind, Trace
+from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger
 from outgrow.tracing.liveness import with_lasting_state
 from outgrow.tracing.recorder import ModuleNames, Recorder
@@ -120,9 +120,7 @@ class Session:
         self._pool = Pool(
             self._ledger, self.budget_bytes, self._spill, self._copies, self._arrived, least_moved_bytes
         )
-        self._resident = ResidentSet(
-            psutil.Process().memory_info().rss - self._ledger.live_bytes, self.budget_bytes
-        )
+        self._resident = ResidentSet(psutil.Process().memory_info().rss - self._ledger.live_bytes, self.budget_bytes)
         self._executor = Executor(self._ledger, self._pool, self._resident, self.budget_bytes, self._too_small)
         self._hardware: Hardware | None = None
         self._kinds: list[_Kind] = []

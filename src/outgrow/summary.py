@@ -41,7 +41,10 @@ class Summary:
             ("step", f"{format_seconds(self.step_seconds)} (predicted {planned_time})"),
             ("kept", format_bytes(self.kept_bytes)),
             ("offloaded", format_bytes(self.offloaded_bytes)),
-            ("recomputed", f"{format_bytes(self.recomputed_bytes)} in {format_seconds(self.recompute_seconds)}"),
+            (
+                "recomputed",
+                f"{format_bytes(self.recomputed_bytes)} in {format_seconds(self.recompute_seconds)}",
+            ),
             ("stall", format_seconds(self.stall_seconds)),
             ("planning", f"{format_seconds(self.plan_seconds)}, {self.replans} replans"),
             ("page faults", str(self.oom_retries)),

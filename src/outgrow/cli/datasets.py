@@ -24,9 +24,7 @@ NAMED = ("digits", "synthetic", "text")
 TEXT_CAP_BYTES = 8 * 10**6
 FOREGROUND_THRESHOLD = 0.5  # of a pixel's range: what counts as ink in the mask of a digit
 
-_IMAGE_SUFFIXES = frozenset(
-    (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-)
+_IMAGE_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 # Mean and deviation of ImageNet's channels, which networks for photographs are trained with.
 _PHOTO_MEAN = (0.485, 0.456, 0.406)
 _PHOTO_DEVIATION = (0.229, 0.224, 0.225)

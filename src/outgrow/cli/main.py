@@ -126,9 +126,7 @@ def plan(
 def networks(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[NAME]...", help="Only these, for example resnet-152 vgg-16.", show_default=False
-        ),
+        typer.Argument(metavar="[NAME]...", help="Only these, for example resnet-152 vgg-16.", show_default=False),
     ] = None,
     batch: opt.Batch = 16,
     as_json: opt.Json = False,

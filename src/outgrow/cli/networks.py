@@ -70,9 +70,7 @@ def measure(name: str, batch: int) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]], batch: int) -> Table:
-    table = Table(
-        caption="Size in pixels, for text in tokens. Peak of a plain step, float32, sgd with momentum."
-    )
+    table = Table(caption="Size in pixels, for text in tokens. Peak of a plain step, float32, sgd with momentum.")
     table.add_column("network")
     table.add_column("takes")
     table.add_column("size", justify="right")

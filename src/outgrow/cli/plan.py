@@ -67,9 +67,7 @@ def result_table(result: dict[str, Any]) -> Table:
     table.add_column("plain", justify="right")
     table.add_column(result["policy"], justify="right")
     table.add_row("budget", "", format_bytes(result["budget_bytes"]))
-    table.add_row(
-        "peak", format_bytes(result["plain_peak_bytes"]), format_bytes(result["predicted_peak_bytes"])
-    )
+    table.add_row("peak", format_bytes(result["plain_peak_bytes"]), format_bytes(result["predicted_peak_bytes"]))
     table.add_row(
         "average over the step",
         format_bytes(result["plain_average_bytes"]),

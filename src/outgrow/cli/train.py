@@ -188,9 +188,7 @@ def _session_figures(session: outgrow.Session | None) -> dict[str, Any]:
 
 
 def _table(job: Job, result: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{result['network']}, batch {result['batch']}, {result['policy']}", show_header=False
-    )
+    table = Table(title=f"{result['network']}, batch {result['batch']}, {result['policy']}", show_header=False)
     table.add_column()
     table.add_column(justify="right")
 

@@ -18,7 +18,10 @@ _DISK_IN_BANDWIDTH = 1.0e9
 def this_machine() -> Hardware:
     """A profile of this machine's CPU, with the disk's speeds at a typical value."""
     size = 768
-    left, right = torch.ones(size, size), torch.ones(size, size)  # the user's random numbers are not ours to draw
+    left, right = (
+        torch.ones(size, size),
+        torch.ones(size, size),
+    )  # the user's random numbers are not ours to draw
     source, target = torch.zeros(1 << 22), torch.empty(1 << 22)
     with torch.no_grad():
         product = _best_seconds(lambda: torch.mm(left, right))

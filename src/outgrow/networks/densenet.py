@@ -30,9 +30,7 @@ class _DenseLayer(nn.Module):
 class _DenseBlock(nn.Module):
     def __init__(self, layers: int, in_channels: int, growth: int, bottleneck: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            _DenseLayer(in_channels + i * growth, growth, bottleneck) for i in range(layers)
-        )
+        self.layers = nn.ModuleList(_DenseLayer(in_channels + i * growth, growth, bottleneck) for i in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         features = [x]

@@ -51,9 +51,7 @@ def _inception_a() -> _Parallel:
     return _Parallel(
         ConvBnRelu(384, 96, 1),
         nn.Sequential(ConvBnRelu(384, 64, 1), ConvBnRelu(64, 96, 3, padding=1)),
-        nn.Sequential(
-            ConvBnRelu(384, 64, 1), ConvBnRelu(64, 96, 3, padding=1), ConvBnRelu(96, 96, 3, padding=1)
-        ),
+        nn.Sequential(ConvBnRelu(384, 64, 1), ConvBnRelu(64, 96, 3, padding=1), ConvBnRelu(96, 96, 3, padding=1)),
         _pooled(384, 96),
     )
 

@@ -52,9 +52,7 @@ class UNet(nn.Module):
     def __init__(self, image_size: int = 572, classes: int = 2, *, dropout: float = 0.5) -> None:
         super().__init__()
         require_size("U-Net", image_size, _LEAST)
-        self.down = nn.ModuleList(
-            _double_conv(i, o) for i, o in zip((3, *_WIDTHS[:-1]), _WIDTHS, strict=True)
-        )
+        self.down = nn.ModuleList(_double_conv(i, o) for i, o in zip((3, *_WIDTHS[:-1]), _WIDTHS, strict=True))
         self.pool = nn.MaxPool2d(2, 2)
         self.dropout = nn.Dropout(dropout)
         upwards = _WIDTHS[::-1]

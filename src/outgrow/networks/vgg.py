@@ -35,9 +35,7 @@ class VGG(nn.Module):
     Images of at least 32 x 32 pixels. VGG-16 has 138,357,544 parameters for 1,000 classes.
     """
 
-    def __init__(
-        self, depth: int = 16, image_size: int = 224, classes: int = 1000, *, dropout: float = 0.5
-    ) -> None:
+    def __init__(self, depth: int = 16, image_size: int = 224, classes: int = 1000, *, dropout: float = 0.5) -> None:
         super().__init__()
         extra = extra_convolutions(depth)
         require_size(f"VGG-{depth}", image_size, _LEAST)

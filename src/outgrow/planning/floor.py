@@ -38,10 +38,8 @@ def least_budget(problem: Problem) -> Floor:
         if first <= worst_op < last:
             kind = trace.values[index].kind.value
             holders[kind] = holders.get(kind, 0) + nbytes
-    for name, nbytes in (("workspace", trace.ops[worst_op].workspace_bytes), ("other", problem.base_bytes)):
-        if nbytes:
-            holders[name] = nbytes
-    return Floor(worst, worst_op, holders)
+    holders |= {"workspace": trace.ops[worst_op].workspace_bytes, "other": problem.base_bytes}
+    return Floor(worst, worst_op, {name: nbytes for name, nbytes in holders.items() if nbytes})
 
 
 def _needed_spans(problem: Problem) -> list[tuple[int, int, int, int]]:

@@ -156,7 +156,10 @@ class Plan:
         rows = [
             ("policy", self.policy),
             ("budget", format_bytes(self.budget_bytes)),
-            ("predicted peak", f"{format_bytes(prediction.peak_bytes)} at {trace.describe_op(prediction.peak_op)}"),
+            (
+                "predicted peak",
+                f"{format_bytes(prediction.peak_bytes)} at {trace.describe_op(prediction.peak_op)}",
+            ),
             ("predicted step", format_seconds(prediction.step_seconds)),
             ("plain step", format_seconds(prediction.plain_step_seconds)),
             ("stall", format_seconds(prediction.stall_seconds)),

@@ -75,11 +75,11 @@ class Problem:
         packs: dict[int, list[int]] = {}
         unpacks: dict[int, int] = {}
         for number, tick in enumerate(self.trace.ticks):
-            value = self.trace.saved[tick.saved].value
+            wanted = self.trace.saved[tick.saved].value
             if tick.event is Event.PACK:
-                packs.setdefault(value, []).append(number)
+                packs.setdefault(wanted, []).append(number)
             else:
-                unpacks.setdefault(value, number)
+                unpacks.setdefault(wanted, number)
         found: list[Candidate] = []
         for index, ticks in packs.items():
             value = self.trace.values[index]

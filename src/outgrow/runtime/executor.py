@@ -19,7 +19,6 @@ import torch
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outgrow.errors import DeviceOutOfMemory
 from outgrow.planning.plan import Offload, Plan
 from outgrow.runtime.care import OpNeeds
 from outgrow.runtime.handles import Handle
@@ -118,7 +117,7 @@ class Executor:
             planned_bytes=self._pool.planned_bytes,
             evicted_bytes=self._pool.evicted_bytes,
             saved_bytes=self._saved_bytes,
-            oom_retries=self._oom_retries,
+            oom_retries=self._pool.faults,
             watched=self._watched,
             followed=self._plan is not None and self._tick == len(self._plan.problem.trace.ticks),
             packs=tuple(self._packs),
@@ -136,7 +135,6 @@ class Executor:
         self._packs: list[int] = []
         self._numbers = 0
         self._saved_bytes = 0
-        self._oom_retries = 0
         self._peak = 0
         self._watched = False
         self._where = ""
@@ -154,7 +152,7 @@ class Executor:
         """Autograd saves a tensor."""
         while self._released_elsewhere:
             self.released(self._released_elsewhere.popleft())
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             handle = Handle(self, tensor, self._numbers)
             self._numbers += 1
             record = self._ledger.see(tensor) if _is_plain(tensor) else None
@@ -181,7 +179,7 @@ class Executor:
         handle.check_version(node.name() if node is not None else "")
         if self._recorder is not None and handle.recorded >= 0:
             self._recorder.unpacked(handle.recorded)
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             entry = handle.entry
             if entry is None:
                 self._advance(Event.UNPACK, handle, None)
@@ -331,19 +329,11 @@ class Executor:
         while True:
             try:
                 return measured_call(func, args, kwargs) if measure else (func(*args, **kwargs), 0)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 # A list of tensors may be half updated: running the op again would update the first half twice.
                 if not is_out_of_memory(error) or "_foreach_" in facts.name or "_fused_" in facts.name:
                     raise
-                cause = error
-            self._oom_retries += 1
-            self._resident.trim()
-            if not self._pool.evict(max(_LARGE_RISE_BYTES, self._budget // 16)):
-                raise DeviceOutOfMemory(
-                    f"{facts.name} found no memory and nothing is left to evict: {self._pool.holdings()}."
-                    f" The allocator said: {str(cause).splitlines()[0]}"
-                ) from cause
-            self._resident.trim()
+                self._pool.page_fault(error, _LARGE_RISE_BYTES, facts.name)
 
     def _make_room(self, likely: int, certain: int | None = None) -> None:
         certain = likely if certain is None else certain

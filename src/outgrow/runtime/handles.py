@@ -78,7 +78,7 @@ class Handle:
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The window on the value's memory, with size, stride and offset as they were."""
         window = torch.empty(0, dtype=self._dtype, device=storage.device)
-        return window.set_(storage, self._offset, self._shape, self._stride)  # type: ignore[call-overload, no-any-return]
+        return window.set_(storage, self._offset, self._shape, self._stride)
 
     def __del__(self) -> None:
         self.owner.released(self)

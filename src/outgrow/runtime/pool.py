@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from outgrow.errors import DeviceOutOfMemory
 from outgrow.runtime.copies.cpu import Copy, CpuCopies
 from outgrow.runtime.tiers import ram
 from outgrow.runtime.tiers.disk import Slot, SpillFile
@@ -27,7 +28,18 @@ class Entry:
     a copy out was finished. `serial` and `version` say which contents of which storage it was saved from.
     """
 
-    __slots__ = ("handles", "nbytes", "reading", "record", "saved_index", "serial", "slot", "storage", "version", "writing")
+    __slots__ = (
+        "handles",
+        "nbytes",
+        "reading",
+        "record",
+        "saved_index",
+        "serial",
+        "slot",
+        "storage",
+        "version",
+        "writing",
+    )
 
     def __init__(self, record: StorageRecord, storage: torch.UntypedStorage, version: int) -> None:
         self.record = record
@@ -47,6 +59,8 @@ class Pool:
 
     Attributes:
         stall_seconds: time for which the computation waited for copies, since `reset_counters`.
+        faults: how often an allocator refused memory since then, and `fault_level` the fewest bytes that were
+            alive when it did; 0 if it never did.
         planned_bytes: bytes that plans sent out since then.
         evicted_bytes: bytes that the cache sent out since then.
     """
@@ -79,6 +93,7 @@ class Pool:
         """Start counting stalls and bytes anew."""
         self.stall_seconds = 0.0
         self.planned_bytes = self.evicted_bytes = 0
+        self.faults = self.fault_level = 0
 
     def entries(self) -> Iterator[Entry]:
         """All entries, in no particular order."""
@@ -238,14 +253,31 @@ class Pool:
         self._on_arrival(entry)
 
     def _allocate(self, slot: Slot) -> torch.UntypedStorage:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-            try:
-                return ram.allocate(slot.nbytes, self._spill.alignment, slot.phase)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-            self.evict(slot.nbytes)
-            return ram.allocate(slot.nbytes, self._spill.alignment, slot.phase)
+        with torch._C._DisableTorchDispatch():
+            while True:
+                try:
+                    return ram.allocate(slot.nbytes, self._spill.alignment, slot.phase)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self.page_fault(error, slot.nbytes, "a saved value on its way back")
+
+    def page_fault(self, error: BaseException, nbytes: int, what: str) -> None:
+        """The allocator refused memory to `what`: send something away, so that it can ask again.
+
+        Raises:
+            DeviceOutOfMemory: nothing is left that could leave.
+        """
+        error.__traceback__ = None  # its frames hold the op's arguments, which may be what has to leave
+        self.faults += 1
+        self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
+        ram.give_back()
+        if not self.evict(max(nbytes, self._budget // 16)):
+            raise DeviceOutOfMemory(
+                f"{what} found no memory and nothing is left to evict: {self.holdings()}."
+                f" The allocator said: {str(error).splitlines()[0]}"
+            ) from error
+        ram.give_back()
 
     def make_room(self, need: int) -> bool:
         """Send the least recently used away until `need` more bytes fit the budget; whether they do now."""
@@ -333,8 +365,17 @@ class Pool:
         self._spill.close()
 
 
+# What the CPU allocator says, what C++ does, and what oneDNN makes of either when it builds a kernel.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "std::bad_alloc",
+    "could not create a primitive",
+    "could not create a memory",
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator of PyTorch refused memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

@@ -238,7 +238,4 @@ def _rows(cls: type[Any], columns: Mapping[str, list[Any]]) -> list[Any]:
     lists = [columns[field.name] for field in fields(cls)]
     if len({len(column) for column in lists}) != 1:
         raise TraceMismatch(f"the columns of {cls.__name__} have different lengths")
-    return [
-        cls(*(read(item) for read, item in zip(readers, row, strict=True)))
-        for row in zip(*lists, strict=True)
-    ]
+    return [cls(*(read(item) for read, item in zip(readers, row, strict=True))) for row in zip(*lists, strict=True)]

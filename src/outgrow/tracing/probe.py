@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+
+# PyTorch's thread-local profiler, which its own type stubs leave out.
+_profiler: Any = torch.autograd
 
 
 def measured_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
@@ -15,13 +17,13 @@ def measured_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     PyTorch's allocators report every block to the profiler of the thread; started for one op it costs some
     6 microseconds. Where the user's own profiler runs, nothing is measured and 0 is returned.
     """
-    if torch.autograd._profiler_enabled():
+    if _profiler._profiler_enabled():
         return func(*args, **kwargs), 0
-    _enable_profiler_legacy(_memory_only())
+    _profiler._enable_profiler_legacy(_memory_only())
     try:
         result = func(*args, **kwargs)
     finally:
-        threads = _disable_profiler_legacy()
+        threads = _profiler._disable_profiler_legacy()
     level = worst = 0
     for events in threads:
         for event in events:
@@ -31,9 +33,9 @@ def measured_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return result, worst
 
 
-def _memory_only() -> ProfilerConfig:
-    return ProfilerConfig(
-        ProfilerState.CPU,
+def _memory_only() -> Any:
+    return _profiler.ProfilerConfig(
+        _profiler.ProfilerState.CPU,
         False,  # report_input_shapes
         True,  # profile_memory
         False,  # with_stack

@@ -10,10 +10,10 @@ from outgrow.planning.policies.cache import Keep, Lru
 from outgrow.planning.policies.policy import Policy
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
 
-__all__ = ["Policy", "find", "names"]
+__all__ = ["Policy", "find", "policies"]
 
 
-def names() -> tuple[str, ...]:
+def policies() -> tuple[str, ...]:
     """The names of all policies."""
     return tuple(policy.name for policy in _all())
 
@@ -27,9 +27,9 @@ def find(name: str) -> Policy:
     for policy in _all():
         if policy.name == name:
             return policy
-    close = difflib.get_close_matches(name, names(), n=1)
+    close = difflib.get_close_matches(name, policies(), n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise UnknownPolicy(f"no policy is called {name!r}.{hint} There are: {', '.join(names())}")
+    raise UnknownPolicy(f"no policy is called {name!r}.{hint} There are: {', '.join(policies())}")
 
 
 def _all() -> tuple[Policy, ...]:

@@ -173,7 +173,8 @@ class SpillFile:
             advice = "Give a spill_dir on another disk."
         place = _file_system_of(self.directory)
         return SpillError(
-            error.errno or errno.EIO, f"{doing} failed on the spill file in {self.directory} ({place}): {reason}. {advice}"
+            error.errno or errno.EIO,
+            f"{doing} failed on the spill file in {self.directory} ({place}): {reason}. {advice}",
         )
 
 
@@ -183,9 +184,9 @@ def _pread_into(descriptor: int, window: ctypes.Array[ctypes.c_char], offset: in
 
 def _choose_directory(wanted: str | Path | None, *, allow_tmpfs: bool) -> Path:
     if wanted is None:
-        for place in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
-            if os.access(place, os.W_OK) and _file_system_type(Path(place)) not in _RAM_FILE_SYSTEMS:
-                return Path(place)
+        for folder in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
+            if os.access(folder, os.W_OK) and _file_system_type(Path(folder)) not in _RAM_FILE_SYSTEMS:
+                return Path(folder)
         raise SpillError(errno.ENOENT, "no folder for temporary files lies on a disk: give spill_dir")
     place = Path(wanted)
     if not place.is_dir():
@@ -211,7 +212,8 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
                 raise SpillError(
-                    error.errno, f"cannot make a spill file in {directory}: {error.strerror}. Give another spill_dir"
+                    error.errno,
+                    f"cannot make a spill file in {directory}: {error.strerror}. Give another spill_dir",
                 ) from error
     try:  # a file system without unnamed files: the name is gone before a byte is written
         descriptor, path = tempfile.mkstemp(prefix="outgrow-", dir=directory)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -19,6 +21,21 @@ def allocate(nbytes: int, alignment: int, phase: int) -> torch.UntypedStorage:
     start = (phase - block.data_ptr()) % alignment
     # NumPy's view is the owner that keeps `block` alive for as long as the storage lives.
     return torch.from_numpy(block.numpy()[start : start + nbytes]).untyped_storage()
+
+
+def give_back() -> None:
+    """Give all freed pages back to the system."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):  # another C library, which gives memory back by itself
+        return None
 
 
 class ResidentSet:
@@ -37,10 +54,6 @@ class ResidentSet:
         self._next = self._limit
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._statm = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else -1
-        try:
-            self._trim = ctypes.CDLL(None).malloc_trim
-        except (AttributeError, OSError):  # another C library, which gives memory back by itself
-            self._trim = None
 
     def current_bytes(self) -> int:
         """The resident set now, in bytes; 0 where the system does not tell."""
@@ -52,14 +65,9 @@ class ResidentSet:
         """Give freed pages back if `nbytes` more would lift the resident set over its limit."""
         if self.current_bytes() + nbytes <= self._next:
             return
-        self.trim()
+        give_back()
         # Pages that are truly in use cannot be given back: look again only after some growth.
         self._next = max(self._limit, self.current_bytes() + self._REGROWTH_BYTES)
-
-    def trim(self) -> None:
-        """Give all freed pages back."""
-        if self._trim is not None:
-            self._trim(0)
 
     def close(self) -> None:
         """Close the file that tells the resident set."""
