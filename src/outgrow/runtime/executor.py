@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.planning.plan import Offload, Plan
-from outgrow.runtime.care import OpNeeds
+from outgrow.runtime.care import Need, OpNeeds
 from outgrow.runtime.handles import Handle
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.tiers.ram import ResidentSet
@@ -292,7 +293,7 @@ class Executor:
                     self._pool.written(record)
         before = self._ledger.live_bytes
         started = time.perf_counter()
-        result, rise = self._call(func, facts, args, kwargs, measure=not need.measured)
+        result, rise = self._call(func, facts, args, kwargs, need)
         seconds = time.perf_counter() - started
         if not need.measured:
             self._needs.measured(signature, rise)
@@ -323,17 +324,25 @@ class Executor:
         return self._recorder is not None
 
     def _call(
-        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], *, measure: bool
+        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], need: Need
     ) -> tuple[Any, int]:
         """Call the op; where memory runs out, evict and call again (a page fault)."""
+        call = _run_here if need.measured else measured_call
+        # What it drew before memory ran out it must draw again.
+        dice = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
         while True:
             try:
-                return measured_call(func, args, kwargs) if measure else (func(*args, **kwargs), 0)
+                return call(func, args, kwargs)
             except (RuntimeError, MemoryError) as error:
                 # A list of tensors may be half updated: running the op again would update the first half twice.
-                if not is_out_of_memory(error) or "_foreach_" in facts.name or "_fused_" in facts.name:
+                half_done = facts.writes and ("_foreach_" in facts.name or "_fused_" in facts.name)
+                if half_done or not is_out_of_memory(error):
                     raise
-                self._pool.page_fault(error, _LARGE_RISE_BYTES, facts.name)
+                self._pool.page_fault(error, need.likely_bytes, facts.name)
+                if _spoils_thread(error):
+                    call = _run_elsewhere
+            if dice is not None:
+                torch.set_rng_state(dice)
 
     def _make_room(self, likely: int, certain: int | None = None) -> None:
         certain = likely if certain is None else certain
@@ -356,6 +365,30 @@ class _Watch(TorchDispatchMode):
         if facts.is_bookkeeping or (facts.is_view and not self._executor.records):
             return func(*args, **(kwargs or {}))
         return self._executor.run(func, facts, args, kwargs or {})
+
+
+def _run_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    return func(*args, **kwargs), 0
+
+
+def _run_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """Run an op on a thread of its own."""
+
+    def run() -> tuple[Any, int]:
+        with torch._C._AutoDispatchBelowAutograd():  # as inside a dispatch mode
+            return measured_call(func, args, kwargs)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
+def _spoils_thread(error: BaseException) -> bool:
+    """Whether the error stays with the thread.
+
+    When there is no memory for the code of a kernel, oneDNN's assembler notes it in a variable of the thread that
+    nothing ever clears: no new kernel can be built on that thread. One that another thread has built can be used.
+    """
+    return "could not create a primitive" in str(error)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

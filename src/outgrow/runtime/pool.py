@@ -20,6 +20,10 @@ from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.units import format_bytes
 
 
+# Where the allocator refuses memory, this share of what is alive leaves at least: faults should be few.
+_FAULT_SHARE = 8
+
+
 class Entry:
     """One saved value.
 
@@ -87,6 +91,9 @@ class Pool:
         self._leaving: deque[tuple[Copy, Entry, torch.UntypedStorage]] = deque()
         # Copies back whose value nobody wants any more; their memory may go when they are done.
         self._abandoned: list[tuple[Copy, torch.UntypedStorage]] = []
+        self._blocks = ram.LargeBlocks()
+        if ram.address_space_is_limited():
+            self._blocks.keep_apart()
         self.reset_counters()
 
     def reset_counters(self) -> None:
@@ -269,10 +276,11 @@ class Pool:
             DeviceOutOfMemory: nothing is left that could leave.
         """
         error.__traceback__ = None  # its frames hold the op's arguments, which may be what has to leave
+        self._blocks.keep_apart()
         self.faults += 1
         self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
         ram.give_back()
-        if not self.evict(max(nbytes, self._budget // 16)):
+        if not self.evict(max(nbytes, self._ledger.live_bytes // _FAULT_SHARE)):
             raise DeviceOutOfMemory(
                 f"{what} found no memory and nothing is left to evict: {self.holdings()}."
                 f" The allocator said: {str(error).splitlines()[0]}"
@@ -363,6 +371,7 @@ class Pool:
         self._recent.clear()
         self._at.clear()
         self._spill.close()
+        self._blocks.close()
 
 
 # What the CPU allocator says, what C++ does, and what oneDNN makes of either when it builds a kernel.

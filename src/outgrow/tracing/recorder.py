@@ -6,6 +6,7 @@ a value that the runtime sends away and brings back is one value all the same.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, written_tensors
+
+
+# Kinds of value that somebody lets go of during a step; the others are training state.
+_LET_GO = frozenset({Kind.TEMPORARY, Kind.INPUT})
+# A model that hoards its activations would otherwise make each op look at all of them.
+_LOOKS_PER_OP = 32
 
 
 @dataclass(slots=True)
@@ -58,7 +65,7 @@ class Recorder:
         self._saved: list[_Saved] = []
         self._ticks: list[Tick] = []
         self._current: dict[int, int] = {}
-        self._watched: dict[int, StorageRecord] = {}
+        self._watched: OrderedDict[int, StorageRecord] = OrderedDict()
         self._backward_module = ""
 
     @property
@@ -147,7 +154,7 @@ class Recorder:
             value = len(self._values) - 1
         else:
             value = self._value_of(record)
-            if self._values[value].held < 0:
+            if self._values[value].held < 0 and self._values[value].kind in _LET_GO:
                 self._watched[record.serial] = record
         self._values[value].handles += 1
         self._saved.append(_Saved(value, nbytes, self._modules.current, now, []))
@@ -267,13 +274,12 @@ class Recorder:
     def _look_at_holders(self) -> None:
         """Date the moment at which only saved tensors hold a value: the plain step's lifetime depends on it."""
         now = len(self._ops)
-        free: list[int] = []
-        for serial, record in self._watched.items():
+        for _ in range(min(len(self._watched), _LOOKS_PER_OP)):
+            serial, record = self._watched.popitem(last=False)
             storage = record.storage()
-            if storage is None or record.other_holders() <= 0:
-                free.append(serial)
-        for serial in free:
-            del self._watched[serial]
+            if storage is not None and record.other_holders() > 0:
+                self._watched[serial] = record  # to the end of the queue
+                continue
             index = self._current.get(serial)
             if index is not None and self._values[index].held < 0:
                 self._values[index].held = now
