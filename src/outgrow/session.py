@@ -38,6 +38,8 @@ from outgrow.units import parse_bytes
 _TIME_TOLERANCE = 0.10
 _PEAK_TOLERANCE = 0.02
 _MOST_REPLANS = 4
+# The share of the budget that a plan fills if it can.
+_HEADROOM_SHARE = 0.9
 # After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
 _RECORDINGS_AFTER_DEPARTURE = 8
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
@@ -129,6 +131,8 @@ class Session:
         self._in_step = False
         self._summary: Summary | None = None
         self._oom_retries = self._replans = 0
+        self._planned_budget = self.budget_bytes  # less where the allocator refused what the budget allows
+        self._wary = False  # memory ran out in some step
         self._peak = 0
         self._closed = False
         Session._open.add(self)
@@ -175,9 +179,11 @@ class Session:
             raise SessionError("close the session after its step, not inside it")
         self._closed = True
         Session._open.discard(self)
-        self._pool.close()
-        self._resident.close()
-        self._ledger.close()
+        try:
+            self._pool.close()
+        finally:
+            self._resident.close()
+            self._ledger.close()
 
     def __enter__(self) -> Session:
         return self
@@ -197,6 +203,9 @@ class Session:
         if self._in_step:
             raise SessionError("a step is open already: steps of a session do not nest")
         kind = self._expected
+        plan = None if kind is None else kind.plan
+        if plan is not None and plan.offloads and not self._pool.make_way(plan.spill_bytes):
+            plan = None  # a graph of an earlier step still wants what lies where the plan would put its own
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
         records = kind is None or not kind.steady or self._recordings_left > 0
         self._modules = ModuleNames(self._models if records else ())
@@ -204,11 +213,9 @@ class Session:
         if self._recorder is not None:
             self._modules.__enter__()
             self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
-        if kind is not None and kind.plan.offloads:
-            self._spill.plan_area(kind.plan.spill_bytes)
-        watch = records or kind is None or not _keeps_everything(kind.plan)
+        watch = records or plan is None or self._wary or not _keeps_everything(plan)
         self._in_step = True
-        self._executor.begin(None if kind is None else kind.plan, kinds, self._recorder, watch=watch)
+        self._executor.begin(plan, kinds, self._recorder, watch=watch)
 
     def _end(self, failed: bool) -> None:
         outcome = self._executor.end()
@@ -217,6 +224,11 @@ class Session:
             self._modules.__exit__(None, None, None)
         self._in_step = False
         self._oom_retries += outcome.oom_retries
+        if outcome.oom_retries:
+            self._wary = True
+            self._planned_budget = min(self._planned_budget, outcome.fault_level)
+            if self._expected is not None and self._expected.replans < _MOST_REPLANS:
+                self._expected.steady = False
         if outcome.watched:
             self._peak = max(self._peak, outcome.peak_bytes)
         if failed:
@@ -243,8 +255,8 @@ class Session:
         # What else was made in this step and stays is there from now on.
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1))
         steady = known is not None and base <= LEAST_MOVED_BYTES
-        problem = Problem(trace, self._measured_hardware(), self.budget_bytes, base, self._least_moved)
-        plan = self._policy.plan(problem)
+        problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
+        plan = self._plan_with_headroom(problem)
         if steady or not plan.evicts:
             self._refuse_what_cannot_fit(plan)
         seconds = time.perf_counter() - start
@@ -258,6 +270,20 @@ class Session:
             self._replans += 1
         known.recent.clear()
         self._expected = known
+
+    def _plan_with_headroom(self, problem: Problem) -> Plan:
+        """A plan that leaves the allocator some room, where that costs nothing.
+
+        glibc finds freed blocks of the right size the more often the less full it is; where it does not, pages are
+        given back and taken anew, which costs more than the copies of a few more values.
+        """
+        plan = self._policy.plan(problem)
+        if _keeps_everything(plan):
+            return plan
+        roomy = self._policy.plan(replace(problem, budget_bytes=int(problem.budget_bytes * _HEADROOM_SHARE)))
+        wanted, offered = plan.simulate(), roomy.simulate()
+        costs_nothing = offered.step_seconds <= wanted.step_seconds * 1.01
+        return roomy if offered.feasible and costs_nothing else plan
 
     def _known(self, packs: tuple[int, ...]) -> _Kind | None:
         return next((kind for kind in self._kinds if kind.packs == packs), None)
@@ -329,7 +355,9 @@ class Session:
             return
         if not plan.evicts:
             peak = plan.simulate().peak_bytes
-            raise BudgetTooSmall(self.budget_bytes, peak, {"the plain step": peak})
+            if peak > self.budget_bytes:
+                raise BudgetTooSmall(self.budget_bytes, peak, {"the plain step": peak})
+            return
         floor = least_budget(plan.problem)
         if floor.bytes > self.budget_bytes:
             where = plan.problem.trace.describe_op(floor.op)

@@ -15,6 +15,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MOST_BYTES = 2**63
 _BUDGET = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 
 
@@ -39,6 +40,8 @@ def parse_bytes(text: str | int, total_bytes: int | None = None) -> int:
         if match is None:
             raise InvalidBudget(f'cannot read the budget {text!r}: write it as "8GiB", "800MB" or "60%"')
         number, unit = float(match[1]), match[2].lower()
+        if number > _MOST_BYTES:
+            raise InvalidBudget(f"{text!r} is more bytes than any machine has")
         if unit == "%":
             if total_bytes is None:
                 raise InvalidBudget(f"{text!r} is a share, and there is nothing here that it is a share of")

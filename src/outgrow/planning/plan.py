@@ -139,7 +139,7 @@ class Plan:
                 evicts=bool(document["evicts"]),
                 spill_bytes=int(document["spill_bytes"]),
             )
-        except (KeyError, TypeError, ValueError, UnicodeDecodeError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, TraceMismatch):
                 raise
             raise TraceMismatch(f"{path} is not a plan that Outgrow wrote: {error!r}") from error

@@ -31,6 +31,8 @@ from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, writte
 from outgrow.tracing.probe import measured_call
 from outgrow.tracing.recorder import Recorder
 
+# Addresses that the stack of a thread takes, and what glibc and Python set aside for it.
+_STACK_BYTES = 9 << 20
 # Below this an op is too small to be worth a look at the resident set.
 _LARGE_RISE_BYTES = 256 << 10
 
@@ -39,8 +41,8 @@ _LARGE_RISE_BYTES = 256 << 10
 class StepOutcome:
     """What one step was measured to be. Times in seconds, sizes in bytes.
 
-    `watched` says that the dispatch mode was on, so that `peak_bytes` was measured; `followed` that every tick
-    was the plan's.
+    `fault_level` is the fewest live bytes at which an allocator refused memory, 0 if none did. `watched` says that
+    the dispatch mode was on, so that `peak_bytes` was measured; `followed` that every tick was the plan's.
     """
 
     peak_bytes: int
@@ -50,6 +52,7 @@ class StepOutcome:
     evicted_bytes: int
     saved_bytes: int
     oom_retries: int
+    fault_level: int
     watched: bool
     followed: bool
     packs: tuple[int, ...]
@@ -80,6 +83,7 @@ class Executor:
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
         self._released_elsewhere: deque[Handle] = deque()
+        self._epoch = 0  # counts steps: a graph may live on into later ones
         self._reset(None)
 
     # --- the step ---
@@ -92,9 +96,11 @@ class Executor:
         self._kinds = kinds
         self._recorder = recorder
         self._reset(plan)
+        self._epoch += 1
         self._watched = watch
         self._modes = _len_torch_dispatch_stack()
         self._pool.reset_counters()
+        self._thread = threading.get_ident()
         self._ledger.on_death = recorder.died if recorder is not None else None
         self._peak = self._ledger.live_bytes
         self._stack = ExitStack()
@@ -119,6 +125,7 @@ class Executor:
             evicted_bytes=self._pool.evicted_bytes,
             saved_bytes=self._saved_bytes,
             oom_retries=self._pool.faults,
+            fault_level=self._pool.fault_level,
             watched=self._watched,
             followed=self._plan is not None and self._tick == len(self._plan.problem.trace.ticks),
             packs=tuple(self._packs),
@@ -154,7 +161,7 @@ class Executor:
         while self._released_elsewhere:
             self.released(self._released_elsewhere.popleft())
         with torch._C._DisableTorchDispatch():
-            handle = Handle(self, tensor, self._numbers)
+            handle = Handle(self, tensor, self._epoch, self._numbers)
             self._numbers += 1
             record = self._ledger.see(tensor) if _is_plain(tensor) else None
             recorder = self._recorder
@@ -166,8 +173,8 @@ class Executor:
                     record.aliases += 1
             else:
                 entry = self._pool.adopt(tensor, record)
-                if entry.handles == 1:
-                    entry.saved_index = handle.recorded
+                if entry.epoch != self._epoch:
+                    entry.epoch, entry.saved_index = self._epoch, handle.recorded
                     self._saved_bytes += entry.nbytes
                 handle.enter(entry, self._nothing)
             self._packs.append(handle.nbytes)
@@ -178,18 +185,21 @@ class Executor:
         """Autograd wants a saved tensor back."""
         node = torch._C._current_autograd_node()
         handle.check_version(node.name() if node is not None else "")
-        if self._recorder is not None and handle.recorded >= 0:
+        this_step = handle.epoch == self._epoch
+        if self._recorder is not None and this_step:
             self._recorder.unpacked(handle.recorded)
         with torch._C._DisableTorchDispatch():
             entry = handle.entry
             if entry is None:
-                self._advance(Event.UNPACK, handle, None)
+                if this_step:
+                    self._advance(Event.UNPACK, handle, None)
                 assert handle.tensor is not None
                 return handle.tensor
             self._where = f"the unpacking for {node.name() if node is not None else 'a saved tensor'}"
             storage = self._pool.request(entry, self._make_room)
             self._peak = max(self._peak, self._ledger.live_bytes)
-            self._advance(Event.UNPACK, handle, entry)
+            if this_step:
+                self._advance(Event.UNPACK, handle, entry)
             self._pool.wait_in(entry)
             return handle.rebuild(storage)
 
@@ -198,7 +208,7 @@ class Executor:
         if threading.get_ident() != self._thread:  # garbage collection runs on any thread
             self._released_elsewhere.append(handle)
             return
-        if self._recorder is not None and handle.recorded >= 0:
+        if self._recorder is not None and handle.epoch == self._epoch and handle.recorded >= 0:
             self._recorder.released(handle.recorded)
         if handle.entry is not None:
             self._pool.drop(handle.entry)
@@ -209,7 +219,7 @@ class Executor:
 
     def arrived(self, entry: Entry) -> None:
         """The pool gave a value new memory."""
-        if self._recorder is not None and entry.saved_index >= 0:
+        if self._recorder is not None and entry.epoch == self._epoch:
             self._recorder.came_back(entry.saved_index, entry.record)
 
     def _advance(self, event: Event, handle: Handle, entry: Entry | None) -> None:
@@ -279,7 +289,7 @@ class Executor:
         for tensor in inputs:
             see(tensor)
         signature, need = self._needs.before(func, facts, args, kwargs)
-        if self._ledger.live_bytes + need.likely_bytes > self._budget:
+        if self._pool.held_bytes + need.likely_bytes > self._budget:
             self._where = facts.name
             self._make_room(need.likely_bytes, need.certain_bytes)
         else:
@@ -338,9 +348,10 @@ class Executor:
                 half_done = facts.writes and ("_foreach_" in facts.name or "_fused_" in facts.name)
                 if half_done or not is_out_of_memory(error):
                     raise
-                self._pool.page_fault(error, need.likely_bytes, facts.name)
-                if _spoils_thread(error):
+                if _spoils_thread(error) and call is not _run_elsewhere:
                     call = _run_elsewhere
+                else:
+                    self._pool.page_fault(error, need.likely_bytes, facts.name)
             if dice is not None:
                 torch.set_rng_state(dice)
 
@@ -372,9 +383,12 @@ def _run_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _run_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """Run an op on a thread of its own."""
+    """Run an op on a thread of its own, which may start more."""
+    # Where there is no room for their stacks, OpenMP ends the process; this raises an error that we can mend.
+    torch.empty(_STACK_BYTES * torch.get_num_threads(), dtype=torch.uint8)
 
     def run() -> tuple[Any, int]:
+        torch.get_num_threads()  # makes the new thread use as many as this one: kernels are built for a number
         with torch._C._AutoDispatchBelowAutograd():  # as inside a dispatch mode
             return measured_call(func, args, kwargs)
 

@@ -32,6 +32,7 @@ class Handle:
         "_stride",
         "_version",
         "entry",
+        "epoch",
         "ghost",
         "nbytes",
         "number",
@@ -40,11 +41,15 @@ class Handle:
         "tensor",
     )
 
-    def __init__(self, owner: Owner, tensor: torch.Tensor, number: int) -> None:
-        """Must run with dispatch modes switched off: making the alias is no op of the step."""
+    def __init__(self, owner: Owner, tensor: torch.Tensor, epoch: int, number: int) -> None:
+        """Saved tensor `number` of step `epoch`.
+
+        Must run with dispatch modes switched off: making the alias is no op of the step.
+        """
         # The tensor itself may be the output of the very node that saves it: holding it would tie a knot.
         alias = tensor.detach()
         self.owner = owner
+        self.epoch = epoch
         self.number = number
         self.recorded = -1
         self.ghost = alias

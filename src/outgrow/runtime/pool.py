@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from outgrow.errors import DeviceOutOfMemory
+from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.runtime.copies.cpu import Copy, CpuCopies
 from outgrow.runtime.tiers import ram
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.units import format_bytes
-
 
 # Where the allocator refuses memory, this share of what is alive leaves at least: faults should be few.
 _FAULT_SHARE = 8
@@ -29,10 +28,12 @@ class Entry:
 
     `storage` is the pool's own hold on its memory, None while the value is away (or only others hold it).
     `record` is the ledger's record of the storage that holds, or last held, the value. `slot` has its bytes once
-    a copy out was finished. `serial` and `version` say which contents of which storage it was saved from.
+    a copy out was finished. `serial` and `version` say which contents of which storage it was saved from. `epoch`
+    is the last step that saved it, `saved_index` its number in that step's record.
     """
 
     __slots__ = (
+        "epoch",
         "handles",
         "nbytes",
         "reading",
@@ -55,7 +56,7 @@ class Entry:
         self.slot: Slot | None = None
         self.writing: Copy | None = None
         self.reading: Copy | None = None
-        self.saved_index = -1
+        self.epoch = self.saved_index = -1
 
 
 class Pool:
@@ -83,6 +84,7 @@ class Pool:
         self._on_arrival = on_arrival
         self._least_moved = least_moved_bytes
         self._spill = spill
+        self._buffers = ram.Buffers()
         self._copies = copies
         self._entries: dict[tuple[int, int], Entry] = {}
         self._recent: OrderedDict[Entry, None] = OrderedDict()
@@ -101,6 +103,11 @@ class Pool:
         self.stall_seconds = 0.0
         self.planned_bytes = self.evicted_bytes = 0
         self.faults = self.fault_level = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Live bytes, and what waits to be used again."""
+        return self._ledger.live_bytes + self._buffers.idle_bytes
 
     def entries(self) -> Iterator[Entry]:
         """All entries, in no particular order."""
@@ -130,6 +137,22 @@ class Pool:
         elif entry.slot is not None:
             self._spill.release(entry.slot)
         self._let_go(entry)
+
+    def make_way(self, spill_bytes: int) -> bool:
+        """Whether a plan may now put its values into the first `spill_bytes` of the file.
+
+        It may not while a value of an earlier step lies there that is nowhere else and that a graph still wants.
+        """
+        for entry in self._entries.values():
+            if entry.writing is not None and entry.writing.slot.planned:
+                self.wait_out(entry)
+            if entry.slot is None or not entry.slot.planned:
+                continue
+            self._settle(entry)
+            if entry.storage is None:
+                return False
+            entry.slot = None
+        return self._spill.plan_area(spill_bytes)
 
     def _let_go(self, entry: Entry) -> None:
         entry.storage = None
@@ -184,11 +207,10 @@ class Pool:
     def _land_first(self) -> None:
         copy, entry, _ = self._leaving.popleft()
         entry.writing = None
-        if copy.error is not None:
+        if copy.error is not None or entry.handles == 0:
             self._spill.release(copy.slot)
-            copy.check()
-        if entry.handles == 0:
-            self._spill.release(copy.slot)
+            if entry.handles > 0:  # else nobody is any the worse for it
+                copy.check()
             return
         entry.slot = copy.slot
         # The bytes are safe on the disk. If a backward op is reading the memory right now, that op holds it, and
@@ -210,7 +232,10 @@ class Pool:
         self.land()
         if self._ledger.live_bytes + entry.nbytes + room_ahead > self._budget:
             return False
-        self._start_in(entry)
+        try:
+            self._start_in(entry, may_evict=False)
+        except DeviceOutOfMemory:  # what runs now needs the room more than what comes later
+            return False
         return True
 
     def request(self, entry: Entry, make_room: Callable[[int], None]) -> torch.UntypedStorage:
@@ -221,7 +246,7 @@ class Pool:
         self._touch(entry)
         if entry.storage is None and not self._find_again(entry):
             make_room(entry.nbytes)
-            self._start_in(entry)
+            self._start_in(entry, may_evict=True)
         assert entry.storage is not None
         return entry.storage
 
@@ -231,12 +256,23 @@ class Pool:
         Raises:
             SpillError: they could not be read.
         """
+        failed = self._settle(entry)
+        if failed is not None:
+            failed.check()
+
+    def _settle(self, entry: Entry) -> Copy | None:
+        """Wait for a copy back, if there is one. If it failed, the value is away as before, and it is returned."""
         reading, entry.reading = entry.reading, None
-        if reading is not None:
-            self._wait(reading)
-            if reading.error is not None:
-                self._let_go(entry)
-                reading.check()
+        if reading is None:
+            return None
+        self._wait(reading)
+        if reading.error is None:
+            return None
+        self._let_go(entry)
+        # Somebody may still hold that memory, an exception's frames for one: it must not be found again.
+        self._forget_place(entry)
+        entry.record = StorageRecord(entry.record.serial, 0, entry.nbytes)
+        return reading
 
     def _find_again(self, entry: Entry) -> bool:
         """Take the memory back if somebody else kept it alive: no copy is needed then."""
@@ -247,10 +283,10 @@ class Pool:
         self._touch(entry)
         return True
 
-    def _start_in(self, entry: Entry) -> None:
+    def _start_in(self, entry: Entry, *, may_evict: bool) -> None:
         slot = entry.slot
         assert slot is not None, "a value that is away has a slot"
-        storage = self._allocate(slot)
+        storage = self._allocate(slot, may_evict=may_evict)
         entry.storage = storage
         self._forget_place(entry)
         entry.record = self._ledger.see_storage(storage)
@@ -259,14 +295,16 @@ class Pool:
         self._touch(entry)
         self._on_arrival(entry)
 
-    def _allocate(self, slot: Slot) -> torch.UntypedStorage:
+    def _allocate(self, slot: Slot, *, may_evict: bool) -> torch.UntypedStorage:
         with torch._C._DisableTorchDispatch():
             while True:
                 try:
-                    return ram.allocate(slot.nbytes, self._spill.alignment, slot.phase)
+                    return self._buffers.take(slot.nbytes, slot.phase)
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
+                    if not may_evict:
+                        raise DeviceOutOfMemory("no memory for a saved value that was to come back") from error
                     self.page_fault(error, slot.nbytes, "a saved value on its way back")
 
     def page_fault(self, error: BaseException, nbytes: int, what: str) -> None:
@@ -275,10 +313,10 @@ class Pool:
         Raises:
             DeviceOutOfMemory: nothing is left that could leave.
         """
-        error.__traceback__ = None  # its frames hold the op's arguments, which may be what has to leave
         self._blocks.keep_apart()
         self.faults += 1
         self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
+        self._buffers.shed(self._buffers.idle_bytes)
         ram.give_back()
         if not self.evict(max(nbytes, self._ledger.live_bytes // _FAULT_SHARE)):
             raise DeviceOutOfMemory(
@@ -290,6 +328,7 @@ class Pool:
     def make_room(self, need: int) -> bool:
         """Send the least recently used away until `need` more bytes fit the budget; whether they do now."""
         self.land()
+        self._buffers.shed(self.held_bytes + need - self._budget)
         while (excess := self._ledger.live_bytes + need - self._budget) > 0:
             if not self._send_away(excess):
                 return False
@@ -314,9 +353,7 @@ class Pool:
                 break
             if not self._may_leave(entry):
                 continue
-            if entry.reading is not None:  # fetched ahead of need, and now the room is needed more
-                self._wait(entry.reading)
-                entry.reading = None
+            self._settle(entry)  # fetched ahead of need, and now the room is needed more
             if entry.slot is not None:  # a clean copy: nothing to write
                 self._let_go(entry)
             else:
@@ -358,12 +395,20 @@ class Pool:
         return f"{format_bytes(self._ledger.live_bytes)} are alive, {total} of them saved values, {used} in use"
 
     def close(self) -> None:
-        """Bring back what saved tensors still want, end the copies and close the file."""
-        for entry in list(self._entries.values()):
-            if entry.slot is not None or entry.writing is not None:
-                self.wait_out(entry)
-                self.request(entry, lambda _: None)
+        """Bring back what saved tensors still want, end the copies and close the file.
+
+        Raises:
+            SpillError, DeviceOutOfMemory: something could not come back. The rest is closed all the same.
+        """
+        failure: Exception | None = None
+        for entry in self._entries.values():
+            try:
+                if entry.storage is None and not self._find_again(entry):
+                    self._start_in(entry, may_evict=False)
                 self.wait_in(entry)
+            except (SpillError, DeviceOutOfMemory) as error:
+                failure = failure or error
+            else:
                 entry.slot = None
         self._copies.close()
         self._leaving.clear()
@@ -372,6 +417,9 @@ class Pool:
         self._at.clear()
         self._spill.close()
         self._blocks.close()
+        self._buffers.close()
+        if failure is not None:
+            raise failure
 
 
 # What the CPU allocator says, what C++ does, and what oneDNN makes of either when it builds a kernel.

@@ -173,7 +173,7 @@ class Trace:
         """
         try:
             return cls.from_document(json.loads(Path(path).read_text()))
-        except (ValueError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise TraceMismatch(f"{path} is not a trace that Outgrow wrote: {error}") from error
 
     @classmethod

@@ -41,17 +41,23 @@ class Copy:
         self._done.wait()
 
     def check(self) -> None:
-        """Raise what went wrong.
+        """Raise what went wrong, once.
+
+        An error holds the frames that it went through, and with them the step's graph: whoever catches it must be
+        the last to hold it.
 
         Raises:
             SpillError: the copy failed.
         """
-        if self.error is not None:
-            raise self.error
+        error, self.error = self.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
 
-    def finish(self, error: Exception | None) -> None:
+    def finish(self) -> None:
         """Called by the lane when the copy is over."""
-        self.error = error
         self._done.set()
 
 
@@ -63,13 +69,14 @@ class Lane:
         self._move = move
         self._queue: SimpleQueue[Copy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
         self.moved_bytes = 0
         self.busy_seconds = 0.0
 
     def submit(self, slot: Slot, address: int) -> Copy:
         """Ask for a copy between memory at `address` and a slot."""
         copy = Copy(slot, address)
-        if self._thread is None and not self._start():
+        if self._thread is None and (self._closed or not self._start()):
             self._carry_out(copy)
         else:
             self._queue.put(copy)
@@ -80,7 +87,8 @@ class Lane:
         return self.moved_bytes / self.busy_seconds if self.moved_bytes > (8 << 20) else None
 
     def close(self) -> None:
-        """Finish what was asked for and end the thread."""
+        """Finish what was asked for and end the thread. A copy that is asked for later runs where it is asked."""
+        self._closed = True
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -102,17 +110,17 @@ class Lane:
     def _work(self) -> None:
         while (copy := self._queue.get()) is not None:
             self._carry_out(copy)
+            del copy
 
     def _carry_out(self, copy: Copy) -> None:
-        error: Exception | None = None
         start = time.perf_counter()
         try:
             self._move(copy.slot, copy.address)
         except Exception as caught:  # handed to whoever waits for the copy
-            error = caught
+            copy.error = caught.with_traceback(None)
         self.busy_seconds += time.perf_counter() - start
         self.moved_bytes += copy.slot.nbytes
-        copy.finish(error)
+        copy.finish()
 
 
 class CpuCopies:

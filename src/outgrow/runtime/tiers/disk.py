@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from outgrow.errors import SessionError, SpillError
+from outgrow.errors import SpillError
 from outgrow.planning.plan import SLOT_ALIGNMENT, slot_bytes
 
 _Transfer = Callable[[int, "ctypes.Array[ctypes.c_char]", int], int]
@@ -58,16 +58,18 @@ class SpillFile:
         self._end = 0
         self._free: list[tuple[int, int]] = []  # (room, offset), smallest room first
 
-    def plan_area(self, nbytes: int) -> None:
+    def plan_area(self, nbytes: int) -> bool:
         """Set the first `nbytes` of the file aside for places that plans fix; asks the disk for them now.
+
+        False if that cannot be, as unplanned values lie there.
 
         Raises:
             SpillError: the file system has not that much room.
         """
         if nbytes <= self._planned_end:
-            return
+            return True
         if self._end > self._planned_end:
-            raise SessionError("the plan's room on the disk cannot grow while unplanned values lie behind it")
+            return False
         try:
             os.posix_fallocate(self._descriptor, 0, nbytes)
         except OSError as error:
@@ -75,6 +77,7 @@ class SpillFile:
                 raise self._failure("setting room aside", error) from error
         self._planned_end = self._end = nbytes
         self._free.clear()
+        return True
 
     def planned_slot(self, offset: int, nbytes: int) -> Slot:
         """The place that the plan gave a value."""

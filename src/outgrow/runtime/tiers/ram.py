@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -14,16 +18,68 @@ from typing import ClassVar
 import torch
 
 
-def allocate(nbytes: int, alignment: int, phase: int) -> torch.UntypedStorage:
-    """A new storage of exactly `nbytes` whose address is `phase` modulo `alignment`, from torch's allocator.
+_HUGE_PAGE_BYTES = 2 << 20
 
-    Direct I/O wants file offset and memory address aligned alike: a value that left from an address with a
-    certain phase comes back to one with the same phase, and so needs no bounce buffer.
+
+class Buffers:
+    """Memory for values on their way back, used again and again.
+
+    The system hands out fresh pages at less than two gigabytes a second, zeroed by the very cores that compute: a
+    buffer whose value is done with takes the next value of about its size (Layrub's shared blocks). They lie apart
+    from the heap, on huge pages where the system has them, and so leave no holes there.
     """
-    block = torch.empty(nbytes + alignment, dtype=torch.uint8)
-    start = (phase - block.data_ptr()) % alignment
-    # NumPy's view is the owner that keeps `block` alive for as long as the storage lives.
-    return torch.from_numpy(block.numpy()[start : start + nbytes]).untyped_storage()
+
+    _MOST_WASTE = 1.25
+
+    def __init__(self) -> None:
+        self._idle: deque[mmap.mmap] = deque()
+        self._in_use: dict[weakref.ref[torch.UntypedStorage], mmap.mmap] = {}
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the buffers that wait for a value."""
+        return sum(len(block) for block in self._idle)
+
+    def take(self, nbytes: int, phase: int) -> torch.UntypedStorage:
+        """A storage of exactly `nbytes` whose address is `phase` bytes after the start of a page.
+
+        Direct I/O wants file offset and memory address aligned alike: a value that left from an address with a
+        certain phase comes back to one with the same phase, and so needs no bounce buffer.
+        """
+        need = nbytes + phase
+        fits = (block for block in self._idle if need <= len(block) <= need * self._MOST_WASTE)
+        block = min(fits, key=len, default=None)
+        if block is None:
+            block = _map(need)
+        else:
+            self._idle = deque(other for other in self._idle if other is not block)
+        # The tensor's storage is the owner that keeps `block` mapped for as long as it lives. Maps begin at a page.
+        storage = torch.frombuffer(block, dtype=torch.uint8, count=nbytes, offset=phase).untyped_storage()
+        self._in_use[weakref.ref(storage, self._done_with)] = block
+        return storage
+
+    def _done_with(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
+        block = self._in_use.pop(storage, None)
+        if block is not None:
+            self._idle.append(block)
+
+    def shed(self, nbytes: int) -> None:
+        """Free idle buffers, those that waited longest first, until `nbytes` are free or none is left."""
+        while nbytes > 0 and self._idle:
+            nbytes -= len(self._idle.popleft())
+
+    def close(self) -> None:
+        """Free what is idle, and keep nothing that is still in use."""
+        self._in_use.clear()
+        self._idle.clear()
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _HUGE_PAGE_BYTES:
+        with suppress(OSError):  # a kernel without huge pages
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block
 
 
 def give_back() -> None:
@@ -76,6 +132,37 @@ class LargeBlocks:
             choose(self._M_MMAP_THRESHOLD, threshold)
 
 
+class Heap:
+    """glibc's heap, whose given-back pages are better taken again as huge ones: one fault for 512."""
+
+    _HUGEPAGE_ADVICE = 14  # MADV_HUGEPAGE
+
+    def __init__(self) -> None:
+        self._start = _heap_start()
+        self._end = _c_function("sbrk")
+        self._advise = _c_function("madvise")
+        if self._end is not None and self._advise is not None:
+            self._end.restype = ctypes.c_void_p  # type: ignore[attr-defined]
+            self._advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)  # type: ignore[attr-defined]
+
+    def ask_for_huge_pages(self) -> None:
+        """Advise the kernel for all of the heap as it is now; what grows later is advised next time."""
+        if self._start and self._end is not None and self._advise is not None:
+            length = self._end(0) - self._start
+            if length >= _HUGE_PAGE_BYTES:
+                self._advise(self._start, length, self._HUGEPAGE_ADVICE)
+
+
+def _heap_start() -> int:
+    """Address at which the heap begins; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/maps") as maps:
+            line = next((line for line in maps if line.rstrip().endswith("[heap]")), "0-")
+    except OSError:
+        return 0
+    return int(line.split("-")[0], 16)
+
+
 @cache
 def _c_function(name: str) -> Callable[..., int] | None:
     try:
@@ -97,6 +184,7 @@ class ResidentSet:
 
     def __init__(self, base_bytes: int, budget_bytes: int) -> None:
         """`base_bytes` is what the process holds besides tensors."""
+        self._heap = Heap()
         self._limit = base_bytes + budget_bytes + budget_bytes // 50 + (8 << 20)
         self._next = self._limit
         self._page = os.sysconf("SC_PAGE_SIZE")
@@ -113,6 +201,7 @@ class ResidentSet:
         if self.current_bytes() + nbytes <= self._next:
             return
         give_back()
+        self._heap.ask_for_huge_pages()
         # Pages that are truly in use cannot be given back: look again only after some growth.
         self._next = max(self._limit, self.current_bytes() + self._REGROWTH_BYTES)
 

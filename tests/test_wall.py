@@ -1,0 +1,249 @@
+"""At a real wall, where the allocator refuses memory, a session trains on and the result is the same to the bit."""
+
+from __future__ import annotations
+
+import re
+import resource
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import outgrow
+from conftest import RunChild
+from outgrow.runtime.copies.cpu import CpuCopies
+from outgrow.runtime.tiers.disk import SpillFile
+from steps import digest
+
+STEPS = 4
+
+
+class Dropout(nn.Module):
+    """Draws its numbers before it asks for the memory of its result: run again, it must draw the same again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout(x, 0.1, True)[0]
+
+
+def network(depth: int) -> nn.Module:
+    """Large activations and few parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(depth):
+        layers += [nn.BatchNorm2d(16), nn.ReLU(), Dropout(), nn.Conv2d(16, 16, 3, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+def data_bytes() -> int:
+    """What RLIMIT_DATA counts: the addresses of the heap, of private mappings and of stacks, used or not."""
+    kib = re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert kib is not None
+    return int(kib[1]) << 10
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, size: int, session: outgrow.Session | None
+) -> dict[str, Any]:
+    """Losses as hexadecimal floats, a hash of all parameters and buffers, and the page faults until each step."""
+    torch.manual_seed(1)
+    losses, faults = [], []
+    for _ in range(STEPS):
+        with nullcontext() if session is None else session.step():
+            x, y = torch.randn(8, 3, size, size), torch.randint(0, 10, (8,))
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item().hex())
+        faults.append(0 if session is None else session.summary().oom_retries)
+    return {"losses": losses, "state": digest([model]), "faults": faults}
+
+
+def warm_up() -> None:
+    """Load what is loaded when it is first used, so that it does not count as the training's memory."""
+    model = network(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    budget = 1 << 30
+    for policy in ("keep", "vdnn-all"):
+        with outgrow.Session(model, optimizer, budget=budget, policy=policy) as session:
+            train(model, optimizer, 16, session)
+            budget = session.peak_bytes * 3 // 4
+    assert session.summary().offloaded_bytes > 0
+
+
+def unlimited() -> dict[str, Any]:
+    """What plain PyTorch computes where there is no wall, and the live bytes that it needs for that."""
+    found = train_at_wall(None, None)
+    return {**found, "peak": train_at_wall(1 << 40, None)["peak"]}
+
+
+def train_at_wall(budget: int | None, slack: int | None) -> dict[str, Any]:
+    """Train; `slack` bytes are all that the process may grow by once the model is there."""
+    warm_up()
+    torch.manual_seed(0)
+    model = network(6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    before = parameters_of(model)
+    if slack is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + slack, resource.RLIM_INFINITY))
+    session = None if budget is None else outgrow.Session(model, optimizer, budget=budget)
+    found: dict[str, Any] = {"error": "", "kind": ""}
+    try:
+        found |= train(model, optimizer, 96, session)
+    except (RuntimeError, MemoryError, outgrow.OutgrowError) as error:
+        found["error"], found["kind"] = str(error), type(error).__name__
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found["parameters_untouched"] = all(map(torch.equal, before, parameters_of(model)))
+    if session is not None:
+        found["peak"] = session.peak_bytes
+        session.close()
+    return found
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_same(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert found["error"] == ""
+    assert (found["losses"], found["state"]) == (plain["losses"], plain["state"])
+
+
+@pytest.fixture(scope="module")
+def plain(run_child: RunChild) -> dict[str, Any]:
+    return run_child(unlimited)
+
+
+def test_plain_pytorch_fails_at_the_wall(run_child: RunChild, plain: dict[str, Any]) -> None:
+    found = run_child(train_at_wall, None, plain["peak"] * 6 // 10)
+    assert "can't allocate memory" in found["error"]
+
+
+def test_a_budget_below_the_wall_trains_the_same(run_child: RunChild, plain: dict[str, Any]) -> None:
+    wall = plain["peak"] * 4 // 10
+    budget = wall * 7 // 10
+    found = run_child(train_at_wall, budget, wall)
+    assert_same(found, plain)
+    assert found["peak"] <= budget
+
+
+@pytest.mark.parametrize("share", [0.6, 0.4])
+def test_a_budget_beyond_the_wall_trains_the_same_by_page_faults(
+    run_child: RunChild, plain: dict[str, Any], share: float
+) -> None:
+    found = run_child(train_at_wall, 1 << 40, int(plain["peak"] * share))
+    assert_same(found, plain)
+    assert found["faults"][0] > 0
+    # The session learns where the wall is: its plans stay below.
+    assert found["faults"][-1] - found["faults"][-2] < found["faults"][0]
+
+
+def test_where_nothing_is_left_to_evict_the_error_says_what_holds_the_memory(
+    run_child: RunChild, plain: dict[str, Any]
+) -> None:
+    found = run_child(train_at_wall, 1 << 40, plain["peak"] // 20)
+    assert found["kind"] == "DeviceOutOfMemory"
+    assert "nothing is left to evict" in found["error"]
+    assert "are alive" in found["error"]
+    assert "can't allocate memory" in found["error"] or "could not create a primitive" in found["error"]
+    assert found["parameters_untouched"]
+
+
+def copy_without_room_for_a_thread(folder: str) -> list[bool]:
+    spill = SpillFile(folder, allow_tmpfs=True)
+    copies = CpuCopies(spill)
+    source, room = torch.arange(10_000.0), torch.zeros(12_000)
+    slot = spill.reserve(source.nbytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (64 << 10), resource.RLIM_INFINITY))
+    out = copies.out.submit(slot, source.data_ptr())
+    alone = out.done and threading.active_count() == 1
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    target = room[(slot.phase - room.data_ptr()) % spill.alignment // 4 :][:10_000]
+    back = copies.back.submit(slot, target.data_ptr())
+    back.wait()
+    helped = threading.active_count() == 2
+    copies.close()
+    return [alone, helped, out.error is None, back.error is None, torch.equal(source, target)]
+
+
+def test_where_there_is_no_memory_for_a_thread_copies_are_made_without(run_child: RunChild, tmp_path: Path) -> None:
+    assert all(run_child(copy_without_room_for_a_thread, str(tmp_path)))
+
+
+# --- single ops that run out of memory ---
+
+
+class Shortage:
+    """How often the ops below still find no memory, and where they ran."""
+
+    left = 0
+    threads: ClassVar[list[int]] = []
+
+
+@torch.library.custom_op("outgrow_test::greedy", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def greedy(x: torch.Tensor) -> torch.Tensor:
+    """Draws a number for each element, and only then may find no memory for the result."""
+    drawn = torch.rand_like(x)
+    if Shortage.left:
+        Shortage.left -= 1
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate a lot")
+    return drawn + x
+
+
+@torch.library.custom_op("outgrow_test::kernel", mutates_args=())
+def kernel(x: torch.Tensor) -> torch.Tensor:
+    """As oneDNN: a thread that had no memory for a kernel's code once can build no kernels any more."""
+    Shortage.threads.append(threading.get_ident())
+    if threading.current_thread() is threading.main_thread():
+        raise RuntimeError("could not create a primitive")
+    return x + 1
+
+
+def forward_with(op: Any, model: nn.Module) -> torch.Tensor:
+    """The op runs while saved values are there that can leave."""
+    loss = model(torch.ones(256, 64)).square().mean()
+    return torch.stack([loss.detach(), op(torch.ones(8)).sum()])
+
+
+def wide_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+
+
+@pytest.mark.parametrize("shortages", [1, 3])
+def test_a_random_op_that_is_run_again_draws_the_same_numbers(shortages: int) -> None:
+    model = wide_network()
+    Shortage.left = 0
+    plain = forward_with(greedy, model)
+    state = torch.get_rng_state()
+    model = wide_network()
+    with outgrow.Session(model, budget="1GiB") as session, session.step():
+        Shortage.left = shortages
+        ours = forward_with(greedy, model)
+    assert Shortage.left == 0
+    assert session.summary().oom_retries == shortages
+    assert torch.equal(ours, plain)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_op_whose_kernel_this_thread_cannot_build_runs_on_another() -> None:
+    model = wide_network()
+    Shortage.threads.clear()
+    with outgrow.Session(model, budget="1GiB") as session, session.step():
+        _, result = forward_with(kernel, model)
+    assert float(result) == 16
+    assert threading.get_ident() == Shortage.threads[0] != Shortage.threads[1]
+
+
+def test_other_errors_of_an_op_reach_the_user_as_they_are() -> None:
+    model = wide_network()
+    with outgrow.Session(model, budget="1GiB") as session:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), session.step():
+            model(torch.ones(256, 63))
+        with session.step():
+            model(torch.ones(256, 64)).sum().backward()
+        assert session.summary().oom_retries == 0
