@@ -15,6 +15,10 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
+
+# The tests run in two processes on two cores (`make test`): one thread each, or threads wait for each other.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 SOURCE = TESTS.parent / "src"
 
 

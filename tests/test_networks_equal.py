@@ -11,18 +11,18 @@ from steps import Make, Training, budget_for, train_in_session, train_plain
 # Name, input size, batch: small inputs, and small depths for the deepest. Every builder of the list is here.
 CASES = (
     ("alexnet", 64, 2),
-    ("overfeat", 64, 2),
+    ("overfeat", 32, 1),
     ("vgg-16", 32, 2),
-    ("vgg-116", 32, 2),
+    ("vgg-116", 32, 1),
     ("googlenet", 64, 2),
-    ("inception-v4", 96, 2),
+    ("inception-v4", 48, 2),
     ("resnet-18", 32, 2),
     ("resnet-50", 64, 2),
     ("resnet-152", 32, 2),
     ("wrn-28-10", 8, 2),
     ("densenet-121", 32, 2),
     ("unet", 32, 1),
-    ("vit-b16", 32, 2),
+    ("vit-b16", 16, 2),
     ("gpt-2x64", 64, 2),
 )
 POLICIES = ("lru", "vdnn-all", "vdnn-conv", "vdnn-dyn")

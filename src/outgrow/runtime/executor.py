@@ -93,6 +93,8 @@ class Executor:
 
         `kinds` tells which storages are training state, which the pool never moves.
         """
+        self._thread = threading.get_ident()
+        self._ledger.work_here()
         self._kinds = kinds
         self._recorder = recorder
         self._reset(plan)
@@ -100,7 +102,6 @@ class Executor:
         self._watched = watch
         self._modes = _len_torch_dispatch_stack()
         self._pool.reset_counters()
-        self._thread = threading.get_ident()
         self._ledger.on_death = recorder.died if recorder is not None else None
         self._peak = self._ledger.live_bytes
         self._stack = ExitStack()

@@ -6,6 +6,7 @@ sends the least recently used away when an allocation would not fit.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -300,7 +301,7 @@ class Pool:
             while True:
                 try:
                     return self._buffers.take(slot.nbytes, slot.phase)
-                except (RuntimeError, MemoryError) as error:
+                except (RuntimeError, MemoryError, OSError) as error:
                     if not is_out_of_memory(error):
                         raise
                     if not may_evict:
@@ -316,9 +317,12 @@ class Pool:
         self._blocks.keep_apart()
         self.faults += 1
         self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
-        self._buffers.shed(self._buffers.idle_bytes)
+        idle = self._buffers.idle_bytes
+        self._buffers.shed(idle)
         ram.give_back()
-        if not self.evict(max(nbytes, self._ledger.live_bytes // _FAULT_SHARE)):
+        evicted = self.evict(max(nbytes, self._ledger.live_bytes // _FAULT_SHARE))
+        self._buffers.shed(self._buffers.idle_bytes)  # what left may have lain in buffers
+        if not evicted and not idle:
             raise DeviceOutOfMemory(
                 f"{what} found no memory and nothing is left to evict: {self.holdings()}."
                 f" The allocator said: {str(error).splitlines()[0]}"
@@ -432,7 +436,9 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator of PyTorch refused memory."""
+    """Whether an allocator of PyTorch, or the system, refused memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

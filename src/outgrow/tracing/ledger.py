@@ -59,6 +59,11 @@ class Ledger:
         # Storages whose last reference went on another thread (garbage collection runs anywhere), not yet booked.
         self._gone_elsewhere: deque[StorageRecord] = deque()
 
+    def work_here(self) -> None:
+        """From now on the calling thread is the training's."""
+        self._thread = threading.get_ident()
+        self._book_deaths_elsewhere()
+
     def see(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record of a tensor's storage, made if it is new; None for what has no storage on the device."""
         if tensor.device.type != self.device_type:
