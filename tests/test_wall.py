@@ -142,6 +142,36 @@ def test_a_budget_beyond_the_wall_trains_the_same_by_page_faults(
     assert found["faults"][-1] - found["faults"][-2] < found["faults"][0]
 
 
+def train_when_a_wall_comes_up() -> dict[str, Any]:
+    """All is well for some steps, so that nobody watches the next one; then half of the memory is gone."""
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, resource.RLIM_INFINITY))
+    warm_up()
+    torch.manual_seed(0)
+    model = network(6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with outgrow.Session(model, optimizer, budget=1 << 40) as session:
+        train(model, optimizer, 96, session)
+        half = session.peak_bytes // 2
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + half, resource.RLIM_INFINITY))
+        with pytest.raises(RuntimeError) as caught:
+            train(model, optimizer, 96, session)
+        optimizer.zero_grad()
+        found = {"first": str(caught.value), "second": ""}
+        del caught
+        try:
+            train(model, optimizer, 96, session)
+        except (RuntimeError, MemoryError) as error:
+            found["second"] = str(error)
+        return {**found, "faults": session.summary().oom_retries}
+
+
+def test_a_wall_that_comes_up_later_fails_one_step_and_no_more(run_child: RunChild) -> None:
+    found = run_child(train_when_a_wall_comes_up)
+    assert "can't allocate memory" in found["first"]
+    assert found["second"] == ""
+    assert found["faults"] > 0
+
+
 def test_where_nothing_is_left_to_evict_the_error_says_what_holds_the_memory(
     run_child: RunChild, plain: dict[str, Any]
 ) -> None:

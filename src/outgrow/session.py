@@ -22,7 +22,7 @@ from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
 from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.executor import Executor, StepOutcome
-from outgrow.runtime.pool import Entry, Pool
+from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.ram import ResidentSet
 from outgrow.summary import Summary
@@ -132,7 +132,7 @@ class Session:
         self._summary: Summary | None = None
         self._oom_retries = self._replans = 0
         self._planned_budget = self.budget_bytes  # less where the allocator refused what the budget allows
-        self._wary = False  # memory ran out in some step
+        self._wary = False  # memory ran out in a step that was not watched
         self._peak = 0
         self._closed = False
         Session._open.add(self)
@@ -217,21 +217,22 @@ class Session:
         self._in_step = True
         self._executor.begin(plan, kinds, self._recorder, watch=watch)
 
-    def _end(self, failed: bool) -> None:
+    def _end(self, error: BaseException | None) -> None:
         outcome = self._executor.end()
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             self._modules.__exit__(None, None, None)
         self._in_step = False
         self._oom_retries += outcome.oom_retries
-        if outcome.oom_retries:
+        if error is not None and is_out_of_memory(error):
             self._wary = True
+        if outcome.oom_retries:
             self._planned_budget = min(self._planned_budget, outcome.fault_level)
             if self._expected is not None and self._expected.replans < _MOST_REPLANS:
                 self._expected.steady = False
         if outcome.watched:
             self._peak = max(self._peak, outcome.peak_bytes)
-        if failed:
+        if error is not None:
             return
         followed = self._expected
         if recorder is not None:
@@ -396,7 +397,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._session._end(failed=error is not None)
+        self._session._end(error)
 
 
 def _device_of(models: Sequence[torch.nn.Module]) -> torch.device:

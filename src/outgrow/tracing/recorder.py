@@ -19,7 +19,6 @@ from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, written_tensors
 
-
 # Kinds of value that somebody lets go of during a step; the others are training state.
 _LET_GO = frozenset({Kind.TEMPORARY, Kind.INPUT})
 # A model that hoards its activations would otherwise make each op look at all of them.

@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import torch
 
-
 _HUGE_PAGE_BYTES = 2 << 20
 
 
