@@ -15,7 +15,7 @@ import torch
 
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
-from outgrow.errors import BudgetTooSmall, SessionError, UnsupportedDevice
+from outgrow.errors import BudgetTooSmall, DeviceOutOfMemory, SessionError, SpillError, UnsupportedDevice
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
@@ -188,8 +188,14 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except (SpillError, DeviceOutOfMemory):  # what could not come back belongs to the step that failed
+            if error is None:
+                raise
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and not self._in_step:

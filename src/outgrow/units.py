@@ -41,7 +41,7 @@ def parse_bytes(text: str | int, total_bytes: int | None = None) -> int:
             raise InvalidBudget(f'cannot read the budget {text!r}: write it as "8GiB", "800MB" or "60%"')
         number, unit = float(match[1]), match[2].lower()
         if number > _MOST_BYTES:
-            raise InvalidBudget(f"{text!r} is more bytes than any machine has")
+            raise InvalidBudget(f"a budget of {text[:40]!r} is more bytes than any machine has")
         if unit == "%":
             if total_bytes is None:
                 raise InvalidBudget(f"{text!r} is a share, and there is nothing here that it is a share of")

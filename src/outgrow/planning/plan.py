@@ -143,12 +143,24 @@ class Plan:
             if isinstance(error, TraceMismatch):
                 raise
             raise TraceMismatch(f"{path} is not a plan that Outgrow wrote: {error!r}") from error
-        ticks, values = len(problem.trace.ticks), len(problem.trace.values)
         for item in plan.offloads:
-            moments = (item.out_tick, item.release_tick, item.in_tick)
-            if not 0 <= item.value < values or not all(-1 <= moment < ticks for moment in moments):
-                raise TraceMismatch(f"{path} moves value {item.value}, which its trace does not allow")
+            plan._check(item, path)
         return plan
+
+    def _check(self, item: Offload, path: str | Path) -> None:
+        """A file from somebody else may name any value, moment or place."""
+        trace = self.problem.trace
+        moments = (item.out_tick, item.release_tick, item.in_tick)
+        good = (
+            all(type(number) is int for number in (item.value, item.offset, *moments))
+            and 0 <= item.value < len(trace.values)
+            and all(-1 <= moment < len(trace.ticks) for moment in moments)
+            and item.offset >= 0
+            and item.offset % SLOT_ALIGNMENT == 0
+            and item.offset + slot_bytes(trace.values[item.value].nbytes) <= self.spill_bytes
+        )
+        if not good:
+            raise TraceMismatch(f"{path} moves value {item.value!r} in a way that its trace does not allow")
 
     def __str__(self) -> str:
         prediction = self.prediction

@@ -7,7 +7,7 @@ is alive while op i runs. `len(trace.ops)` is the end of the step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -207,8 +207,13 @@ class Trace:
         ops, values, saved = len(self.ops), len(self.values), len(self.saved)
         good = (
             all(0 <= index < values for op in self.ops for index in (*op.inputs, *op.outputs))
-            and all(-1 <= value.birth <= ops and 0 <= value.death <= ops for value in self.values)
-            and all(0 <= item.value < values and 0 <= item.packed <= ops for item in self.saved)
+            and all(min(op.flops, op.moved_bytes, op.workspace_bytes, op.seconds) >= 0 for op in self.ops)
+            and all(-1 <= value.birth <= ops and value.nbytes >= 0 for value in self.values)
+            and all(0 <= moment <= ops for value in self.values for moment in (value.held, value.death))
+            and all(0 <= item.value < values and item.nbytes >= 0 for item in self.saved)
+            and all(
+                0 <= moment <= ops for item in self.saved for moment in (item.packed, item.released, *item.unpacked)
+            )
             and all(0 <= tick.saved < saved and 0 <= tick.op <= ops for tick in self.ticks)
             and all(a.op <= b.op for a, b in pairwise(self.ticks))
         )
@@ -222,9 +227,24 @@ def _columns(records: Sequence[Any]) -> dict[str, list[Any]]:
     return {field.name: [getattr(record, field.name) for record in records] for field in fields(records[0])}
 
 
-# How a field comes back from JSON, which knows neither tuples nor enums.
-_READERS: dict[str, Any] = {
-    "tuple[int, ...]": tuple,
+def _whole(item: Any) -> int:
+    if type(item) is not int:
+        raise TraceMismatch(f"{item!r} stands where a whole number belongs")
+    return item
+
+
+def _number(item: Any) -> float:
+    if type(item) not in (int, float):
+        raise TraceMismatch(f"{item!r} stands where a number belongs")
+    return float(item)
+
+
+# How a field comes back from JSON, by its annotation.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "int": _whole,
+    "float": _number,
+    "str": str,
+    "tuple[int, ...]": lambda items: tuple([_whole(item) for item in items]),
     "Phase": Phase,
     "Kind": Kind,
     "Event": Event,
@@ -234,7 +254,7 @@ _READERS: dict[str, Any] = {
 def _rows(cls: type[Any], columns: Mapping[str, list[Any]]) -> list[Any]:
     if not columns:
         return []
-    readers = [_READERS.get(str(field.type), lambda item: item) for field in fields(cls)]
+    readers = [_READERS[str(field.type)] for field in fields(cls)]
     lists = [columns[field.name] for field in fields(cls)]
     if len({len(column) for column in lists}) != 1:
         raise TraceMismatch(f"the columns of {cls.__name__} have different lengths")
