@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from math import inf
 from typing import Any
 
 from outgrow.errors import TraceMismatch
@@ -49,6 +50,11 @@ class Hardware:
     def from_document(cls, document: Mapping[str, Any]) -> Hardware:
         """The reverse of `to_document`."""
         try:
-            return cls(**document)
+            hardware = cls(**document)
         except TypeError as error:
             raise TraceMismatch(f"not a hardware profile: {error}") from error
+        for field in fields(cls):
+            number = getattr(hardware, field.name)
+            if field.name != "name" and not (type(number) in (int, float) and 0 < number < inf):
+                raise TraceMismatch(f"no hardware has a {field.name} of {number!r}")
+        return hardware
