@@ -176,13 +176,15 @@ _FROM_SUMMARY = (
 
 def _session_figures(session: outgrow.Session | None) -> dict[str, Any]:
     if session is None:
-        figures = dict.fromkeys(("budget_bytes", "measured_peak_bytes", *_FROM_SUMMARY))
+        figures = dict.fromkeys(("budget_bytes", "measured_peak_bytes", "highest_peak_bytes", *_FROM_SUMMARY))
         return {"policy": PLAIN, **figures}
     summary = session.summary()
     return {
         "policy": summary.policy,
         "budget_bytes": summary.budget_bytes,
-        "measured_peak_bytes": session.peak_bytes,
+        # Of the last step, as the prediction is; and of all steps, the first one too, which has no plan yet.
+        "measured_peak_bytes": summary.measured_peak_bytes,
+        "highest_peak_bytes": session.peak_bytes,
         **{name: getattr(summary, name) for name in _FROM_SUMMARY},
     }
 
@@ -205,6 +207,7 @@ def _table(job: Job, result: dict[str, Any]) -> Table:
     row("budget", "budget_bytes", format_bytes)
     row("peak, predicted", "predicted_peak_bytes", format_bytes)
     row("peak, measured", "measured_peak_bytes", format_bytes)
+    row("peak of all steps", "highest_peak_bytes", format_bytes)
     row("growth of the resident set", "rss_peak_bytes", format_bytes)
     row("kept", "kept_bytes", format_bytes)
     row("offloaded", "offloaded_bytes", format_bytes)
