@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from contextlib import ExitStack, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def run(job: Job, steps: int, stderr: Console) -> dict[str, Any]:
             job.check_that_it_fits()
     losses: list[float] = []
     step_seconds: list[float] = []
+    import_module("torch._dynamo")  # the first optimizer loads it: that is no memory of the training's
     settle()
     baseline = resident_bytes()
     meter = PeakMeter()
