@@ -7,6 +7,7 @@ what the set-ups differ in. Processes of their own keep one set-up's heap out of
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -104,6 +105,7 @@ def _work(setup: Setup) -> None:
         optimizer.zero_grad()
 
     for _ in sys.stdin:
+        before = resource.getrusage(resource.RUSAGE_SELF)
         start = time.perf_counter()
         if session is None:
             step()
@@ -111,6 +113,10 @@ def _work(setup: Setup) -> None:
             with session.step():
                 step()
         row: dict[str, Any] = {"seconds": time.perf_counter() - start}
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        row["user_seconds"] = after.ru_utime - before.ru_utime
+        row["system_seconds"] = after.ru_stime - before.ru_stime
+        row["page_faults"] = after.ru_minflt - before.ru_minflt
         if session is not None:
             row |= asdict(session.summary())
         print(json.dumps(row), flush=True)

@@ -101,7 +101,7 @@ class Executor:
         self._epoch += 1
         self._watched = watch
         self._modes = _len_torch_dispatch_stack()
-        self._pool.reset_counters()
+        self._pool.begin_step()
         self._ledger.on_death = recorder.died if recorder is not None else None
         self._peak = self._ledger.live_bytes
         self._stack = ExitStack()

@@ -99,6 +99,12 @@ class Pool:
             self._blocks.keep_apart()
         self.reset_counters()
 
+    def begin_step(self) -> None:
+        """Free what a forward pass has no use for, and start counting anew."""
+        # Buffers wait for values on their way back. None comes soon, and the heap has better use for the pages.
+        self._buffers.shed(self._buffers.idle_bytes)
+        self.reset_counters()
+
     def reset_counters(self) -> None:
         """Start counting stalls and bytes anew."""
         self.stall_seconds = 0.0

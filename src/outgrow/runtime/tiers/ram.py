@@ -180,11 +180,14 @@ class ResidentSet:
     """
 
     _REGROWTH_BYTES = 24 << 20
+    # What the resident set may be over base and budget before pages go back: each time costs page faults.
+    _SLACK_SHARE = 0.03
+    _SLACK_BYTES = 32 << 20
 
     def __init__(self, base_bytes: int, budget_bytes: int) -> None:
         """`base_bytes` is what the process holds besides tensors."""
         self._heap = Heap()
-        self._limit = base_bytes + budget_bytes + budget_bytes // 50 + (8 << 20)
+        self._limit = base_bytes + int(budget_bytes * (1 + self._SLACK_SHARE)) + self._SLACK_BYTES
         self._next = self._limit
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._statm = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else -1
