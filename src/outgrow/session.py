@@ -24,7 +24,7 @@ from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.executor import Executor, StepOutcome
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.tiers.disk import SpillFile
-from outgrow.runtime.tiers.ram import ResidentSet
+from outgrow.runtime.tiers.heap import ResidentSet
 from outgrow.summary import Summary
 from outgrow.tracing.capture import as_sequence, storage_kinds, training_state
 from outgrow.tracing.ir import Kind, Trace
@@ -119,10 +119,16 @@ class Session:
         self._least_moved = least_moved_bytes
         self._spill = SpillFile(spill_dir, allow_tmpfs=allow_tmpfs)
         self._copies = CpuCopies(self._spill)
-        self._pool = Pool(
-            self._ledger, self.budget_bytes, self._spill, self._copies, self._arrived, least_moved_bytes
-        )
         self._resident = ResidentSet(psutil.Process().memory_info().rss - self._ledger.live_bytes, self.budget_bytes)
+        self._pool = Pool(
+            self._ledger,
+            self.budget_bytes,
+            self._spill,
+            self._copies,
+            self._resident,
+            self._arrived,
+            least_moved_bytes,
+        )
         self._executor = Executor(self._ledger, self._pool, self._resident, self.budget_bytes, self._too_small)
         self._hardware: Hardware | None = None
         self._kinds: list[_Kind] = []

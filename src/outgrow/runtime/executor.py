@@ -24,7 +24,7 @@ from outgrow.planning.plan import Offload, Plan
 from outgrow.runtime.care import Need, OpNeeds
 from outgrow.runtime.handles import Handle
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
-from outgrow.runtime.tiers.ram import ResidentSet
+from outgrow.runtime.tiers.heap import ResidentSet
 from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger
 from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
@@ -35,6 +35,8 @@ from outgrow.tracing.recorder import Recorder
 _STACK_BYTES = 9 << 20
 # Below this an op is too small to be worth a look at the resident set.
 _LARGE_RISE_BYTES = 256 << 10
+# Where ops are not watched, the resident set is looked at every so many saved tensors.
+_PACKS_PER_LOOK = 8
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ class Executor:
                     self._saved_bytes += entry.nbytes
                 handle.enter(entry, self._nothing)
             self._packs.append(handle.nbytes)
+            if not self._watched and handle.number % _PACKS_PER_LOOK == 0:
+                self._resident.make_room(0)
             self._advance(Event.PACK, handle, entry)
         return handle
 

@@ -15,8 +15,10 @@ import torch
 
 from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.runtime.copies.cpu import Copy, CpuCopies
-from outgrow.runtime.tiers import ram
+from outgrow.runtime.tiers import heap
 from outgrow.runtime.tiers.disk import Slot, SpillFile
+from outgrow.runtime.tiers.heap import ResidentSet
+from outgrow.runtime.tiers.ram import Buffers
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.units import format_bytes
 
@@ -77,6 +79,7 @@ class Pool:
         budget_bytes: int,
         spill: SpillFile,
         copies: CpuCopies,
+        resident: ResidentSet,
         on_arrival: Callable[[Entry], None],
         least_moved_bytes: int,
     ) -> None:
@@ -85,7 +88,7 @@ class Pool:
         self._on_arrival = on_arrival
         self._least_moved = least_moved_bytes
         self._spill = spill
-        self._buffers = ram.Buffers()
+        self._buffers = Buffers(resident.make_room)
         self._copies = copies
         self._entries: dict[tuple[int, int], Entry] = {}
         self._recent: OrderedDict[Entry, None] = OrderedDict()
@@ -94,9 +97,7 @@ class Pool:
         self._leaving: deque[tuple[Copy, Entry, torch.UntypedStorage]] = deque()
         # Copies back whose value nobody wants any more; their memory may go when they are done.
         self._abandoned: list[tuple[Copy, torch.UntypedStorage]] = []
-        self._blocks = ram.LargeBlocks()
-        if ram.address_space_is_limited():
-            self._blocks.keep_apart()
+        self._blocks = heap.LargeBlocks()
         self.reset_counters()
 
     def begin_step(self) -> None:
@@ -325,7 +326,7 @@ class Pool:
         self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
         idle = self._buffers.idle_bytes
         self._buffers.shed(idle)
-        ram.give_back()
+        heap.give_back()
         evicted = self.evict(max(nbytes, self._ledger.live_bytes // _FAULT_SHARE))
         self._buffers.shed(self._buffers.idle_bytes)  # what left may have lain in buffers
         if not evicted and not idle:
@@ -333,7 +334,7 @@ class Pool:
                 f"{what} found no memory and nothing is left to evict: {self.holdings()}."
                 f" The allocator said: {str(error).splitlines()[0]}"
             ) from error
-        ram.give_back()
+        heap.give_back()
 
     def make_room(self, need: int) -> bool:
         """Send the least recently used away until `need` more bytes fit the budget; whether they do now."""
