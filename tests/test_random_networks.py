@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import outgrow
 from outgrow.planning.floor import least_budget
-from outgrow.planning.plan import Offload, Plan, make_plan
+from outgrow.planning.plan import Offload, Plan, Recompute, make_plan
 from outgrow.planning.problem import Problem
 from outgrow.tracing.liveness import plain_profile
 
@@ -126,7 +126,7 @@ def build(description: tuple) -> nn.Module:
 
 @dataclass(frozen=True)
 class RandomDecisions:
-    """Keeps or offloads each value at random, with copies and waits at random ticks."""
+    """Keeps, offloads or drops each value at random, with copies, waits and drops at random ticks."""
 
     seed: int
     name: str = "random"
@@ -142,9 +142,15 @@ class RandomDecisions:
                 offset=0,
             )
             for item in problem.candidates
-            if draw.random() < 0.7
+            if draw.random() < 0.4
         ]
-        return make_plan(self.name, problem, tuple(offloads))
+        gone = {item.value for item in offloads}
+        recomputes = [
+            Recompute(item.value, draw.randint(item.first_pack, item.first_unpack - 1))
+            for item in problem.candidates
+            if item.value not in gone and problem.recipes.find(item.value) is not None and draw.random() < 0.7
+        ]
+        return make_plan(self.name, problem, tuple(offloads), tuple(recomputes))
 
 
 def run(model: nn.Module, k: int) -> None:

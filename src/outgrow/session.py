@@ -21,7 +21,7 @@ from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
 from outgrow.runtime.copies.cpu import CpuCopies
-from outgrow.runtime.executor import Executor, StepOutcome
+from outgrow.runtime.executor import Executor, StepOutcome, Verdicts
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.heap import ResidentSet
@@ -56,6 +56,7 @@ class _Kind:
     steady: bool
     measured_peak: int
     plan_seconds: float
+    verdicts: Verdicts = field(default_factory=Verdicts)
     replans: int = 0
     recent: list[float] = field(default_factory=list)
 
@@ -127,6 +128,7 @@ class Session:
             self._copies,
             self._resident,
             self._arrived,
+            self._rebuild,
             least_moved_bytes,
         )
         self._executor = Executor(self._ledger, self._pool, self._resident, self.budget_bytes, self._too_small)
@@ -227,7 +229,8 @@ class Session:
             self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
         watch = records or plan is None or self._wary or not _keeps_everything(plan)
         self._in_step = True
-        self._executor.begin(plan, kinds, self._recorder, watch=watch)
+        verdicts = Verdicts() if kind is None else kind.verdicts
+        self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch)
 
     def _end(self, error: BaseException | None) -> None:
         outcome = self._executor.end()
@@ -278,6 +281,7 @@ class Session:
             self._kinds = [known, *self._kinds][:_MOST_KINDS]
         else:
             known.trace, known.plan, known.steady = trace, plan, steady
+            known.verdicts = Verdicts()
             known.measured_peak, known.plan_seconds = outcome.peak_bytes, seconds
             known.replans += 1
             self._replans += 1
@@ -335,11 +339,11 @@ class Session:
             measured_peak_bytes=peak,
             predicted_step_seconds=None if prediction is None else prediction.step_seconds,
             step_seconds=outcome.seconds,
-            kept_bytes=max(0, outcome.saved_bytes - away),
+            kept_bytes=max(0, outcome.saved_bytes - away - outcome.recomputed_bytes),
             offloaded_bytes=away,
-            recomputed_bytes=0,
+            recomputed_bytes=outcome.recomputed_bytes,
             stall_seconds=outcome.stall_seconds,
-            recompute_seconds=0.0,
+            recompute_seconds=outcome.recompute_seconds,
             plan_seconds=0.0 if self._expected is None else self._expected.plan_seconds,
             oom_retries=self._oom_retries,
             replans=self._replans,
@@ -395,6 +399,9 @@ class Session:
     def _arrived(self, entry: Entry) -> None:
         self._executor.arrived(entry)
 
+    def _rebuild(self, entry: Entry) -> torch.UntypedStorage:
+        return self._executor.rebuild(entry)
+
 
 class Step:
     """One training step of a session; use it with `with`."""
@@ -425,4 +432,4 @@ def _device_of(models: Sequence[torch.nn.Module]) -> torch.device:
 def _keeps_everything(plan: Plan) -> bool:
     """Whether a plan needs no hand on the step: everything fits as it is."""
     prediction = plan.simulate()
-    return not plan.offloads and prediction.feasible and prediction.evicted_bytes == 0
+    return not plan.offloads and not plan.recomputes and prediction.feasible and prediction.evicted_bytes == 0

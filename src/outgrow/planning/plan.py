@@ -27,6 +27,7 @@ class Decision(StrEnum):
 
     KEEP = "keep"
     OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,19 @@ class Offload:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """One value is dropped and made anew by its recipe when it is asked for.
+
+    Attributes:
+        value: its number in the trace.
+        drop_tick: the tick at which the pool lets go of it.
+    """
+
+    value: int
+    drop_tick: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """Decisions for one step under one budget; every saved value that is not named is kept.
@@ -62,6 +76,7 @@ class Plan:
     offloads: tuple[Offload, ...]
     evicts: bool
     spill_bytes: int
+    recomputes: tuple[Recompute, ...] = ()
 
     @property
     def budget_bytes(self) -> int:
@@ -90,10 +105,11 @@ class Plan:
         """Count and bytes of the saved values by decision."""
         trace = self.problem.trace
         sizes = {saved.value: trace.values[saved.value].nbytes for saved in trace.saved}
-        gone = {offload.value for offload in self.offloads}
+        decisions = dict.fromkeys((item.value for item in self.offloads), Decision.OFFLOAD)
+        decisions |= dict.fromkeys((item.value for item in self.recomputes), Decision.RECOMPUTE)
         table = {decision.value: {"count": 0, "bytes": 0} for decision in Decision}
         for value, nbytes in sizes.items():
-            row = table[(Decision.OFFLOAD if value in gone else Decision.KEEP).value]
+            row = table[decisions.get(value, Decision.KEEP).value]
             row["count"] += 1
             row["bytes"] += nbytes
         return table
@@ -109,6 +125,7 @@ class Plan:
             "evicts": self.evicts,
             "spill_bytes": self.spill_bytes,
             "offloads": [asdict(offload) for offload in self.offloads],
+            "recomputes": [asdict(item) for item in self.recomputes],
             "hardware": self.problem.hardware.to_document(),
             "trace": self.problem.trace.to_document(),
         }
@@ -138,6 +155,7 @@ class Plan:
                 offloads=tuple(Offload(**item) for item in document["offloads"]),
                 evicts=bool(document["evicts"]),
                 spill_bytes=int(document["spill_bytes"]),
+                recomputes=tuple(Recompute(**item) for item in document["recomputes"]),
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, TraceMismatch):
@@ -145,7 +163,22 @@ class Plan:
             raise TraceMismatch(f"{path} is not a plan that Outgrow wrote: {error!r}") from error
         for item in plan.offloads:
             plan._check(item, path)
+        for dropped in plan.recomputes:
+            plan._check_recompute(dropped, path)
         return plan
+
+    def _check_recompute(self, item: Recompute, path: str | Path) -> None:
+        from outgrow.planning.recipes import recipe_of  # recipes read problems, as plans do
+
+        good = (
+            type(item.value) is int
+            and type(item.drop_tick) is int
+            and 0 <= item.value < len(self.problem.trace.values)
+            and 0 <= item.drop_tick < len(self.problem.trace.ticks)
+            and recipe_of(self.problem, item.value) is not None
+        )
+        if not good:
+            raise TraceMismatch(f"{path} drops value {item.value!r}, which its trace cannot make anew")
 
     def _check(self, item: Offload, path: str | Path) -> None:
         """A file from somebody else may name any value, moment or place."""
@@ -175,6 +208,7 @@ class Plan:
             ("predicted step", format_seconds(prediction.step_seconds)),
             ("plain step", format_seconds(prediction.plain_step_seconds)),
             ("stall", format_seconds(prediction.stall_seconds)),
+            ("recomputing", format_seconds(prediction.recompute_seconds)),
         ]
         for name, row in self.decisions_summary().items():
             rows.append((name, f"{row['count']} values, {format_bytes(row['bytes'])}"))
@@ -184,10 +218,19 @@ class Plan:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def make_plan(policy: str, problem: Problem, offloads: tuple[Offload, ...], *, evicts: bool = True) -> Plan:
+def make_plan(
+    policy: str,
+    problem: Problem,
+    offloads: tuple[Offload, ...],
+    recomputes: tuple[Recompute, ...] = (),
+    *,
+    evicts: bool = True,
+) -> Plan:
     """A plan with the values laid out in the spill file: those whose stays overlap lie side by side."""
     placed, spill_bytes = _lay_out(problem, offloads)
-    return Plan(policy=policy, problem=problem, offloads=placed, evicts=evicts, spill_bytes=spill_bytes)
+    return Plan(
+        policy=policy, problem=problem, offloads=placed, evicts=evicts, spill_bytes=spill_bytes, recomputes=recomputes
+    )
 
 
 def _lay_out(problem: Problem, offloads: tuple[Offload, ...]) -> tuple[tuple[Offload, ...], int]:

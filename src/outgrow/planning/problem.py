@@ -6,9 +6,13 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from outgrow.cost.hardware import Hardware
 from outgrow.tracing.ir import Event, Kind, Trace
+
+if TYPE_CHECKING:
+    from outgrow.planning.recipes import Recipes
 
 # Values below this stay: a copy costs its latency, and they hold next to nothing.
 LEAST_MOVED_BYTES = 4096
@@ -90,6 +94,13 @@ class Problem:
             if before:
                 found.append(Candidate(index, value.nbytes, before[0], before[-1], back, value.held))
         return tuple(found)
+
+    @cached_property
+    def recipes(self) -> Recipes:
+        """How values can be made anew."""
+        from outgrow.planning.recipes import Recipes  # recipes read problems
+
+        return Recipes(self)
 
     def is_movable(self, value: int) -> bool:
         """Whether a saved value may leave the device at all."""

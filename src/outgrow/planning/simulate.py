@@ -1,7 +1,8 @@
 """What a plan will cost: an event-driven walk over the trace with three lanes, compute, copy out and copy in.
 
 It does what the runtime does, in the same order: plan actions at ticks, copies first in first out on their lane,
-eviction of the least recently used when an op does not fit. Every policy and the session rely on it.
+bursts of recompute, eviction of the least recently used when an op does not fit. Every policy and the session rely
+on it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outgrow.planning.plan import Offload, Plan
+from outgrow.planning.plan import Plan
 from outgrow.planning.problem import Problem
 from outgrow.tracing.ir import Event
 from outgrow.tracing.liveness import average
@@ -29,8 +30,10 @@ class Prediction:
     step_seconds: float
     plain_step_seconds: float
     stall_seconds: float
+    recompute_seconds: float
     average_bytes: float
     offloaded_bytes: int
+    recomputed_bytes: int
     evicted_bytes: int
     feasible: bool
     curve: tuple[int, ...] = field(repr=False)
@@ -38,7 +41,7 @@ class Prediction:
 
 def simulate(plan: Plan) -> Prediction:
     """Predict a step under `plan` on the plan's device."""
-    walk = _Walk(plan.problem, plan.offloads, evicts=plan.evicts)
+    walk = _Walk(plan)
     walk.run()
     peak_op = max(range(len(walk.curve)), key=walk.curve.__getitem__, default=0)
     peak = walk.curve[peak_op] if walk.curve else plan.problem.base_bytes
@@ -48,8 +51,10 @@ def simulate(plan: Plan) -> Prediction:
         step_seconds=walk.time,
         plain_step_seconds=plan.problem.op_times[-1],
         stall_seconds=walk.stall,
+        recompute_seconds=walk.recompute,
         average_bytes=average(walk.curve, plan.problem.trace) if walk.curve else float(peak),
         offloaded_bytes=walk.offloaded_bytes,
+        recomputed_bytes=walk.recomputed_bytes,
         evicted_bytes=walk.evicted_bytes,
         feasible=peak <= plan.problem.budget_bytes,
         curve=tuple(walk.curve),
@@ -67,17 +72,20 @@ class _Entry:
     dead: bool = False
     resident: bool = True
     copied: bool = False
+    dropped: bool = False
     leaving: bool = False
     arrives: float = 0.0
 
 
 class _Walk:
-    def __init__(self, problem: Problem, offloads: tuple[Offload, ...], *, evicts: bool) -> None:
+    def __init__(self, plan: Plan) -> None:
+        problem = plan.problem
         self.problem = problem
-        self.time = self.stall = 0.0
+        self.time = self.stall = self.recompute = 0.0
         self.curve: list[int] = []
-        self.offloaded_bytes = self.evicted_bytes = 0
-        self._evicts = evicts
+        self.offloaded_bytes = self.evicted_bytes = self.recomputed_bytes = 0
+        self._evicts = plan.evicts
+        self._burst_peak = 0  # the highest level of recompute bursts since the last op
         self._budget = problem.budget_bytes
         self._live = problem.base_bytes
         self._op = 0
@@ -93,7 +101,7 @@ class _Walk:
                 movable = problem.is_movable(saved.value)
                 self._entries[saved.value] = _Entry(value.nbytes, value.held, movable)
         self._recent: OrderedDict[int, None] = OrderedDict()
-        self._actions = _actions(offloads)
+        self._actions = _actions(plan)
         self._births, self._deaths = _births_and_deaths(problem)
         self._early_ends, self._late_ends = _ends(problem)
 
@@ -115,7 +123,8 @@ class _Walk:
             rise = born + op.workspace_bytes
             if self._live + rise > self._budget and self._evicts:
                 self._make_room(rise)
-            self.curve.append(self._live + rise)
+            self.curve.append(max(self._live + rise, self._burst_peak))
+            self._burst_peak = 0
             self._live += born
             self.time += op.seconds
         self._op = len(trace.ops)
@@ -128,7 +137,7 @@ class _Walk:
         self._end(self._early_ends.get(now, ()))
         for value in self._let_go_at.pop(now, ()):
             entry = self._entries[value]
-            if entry.resident and entry.copied and not entry.in_use:
+            if entry.resident and (entry.copied or entry.dropped) and not entry.in_use:
                 self._free(value)
 
     def _end(self, ends: Sequence[tuple[bool, int]]) -> None:
@@ -161,6 +170,8 @@ class _Walk:
                 self._start_out(target, planned=True)
             elif action == "release":
                 self._wait_out(target)
+            elif action == "drop":
+                self._drop(target)
             else:
                 self._deferred.append(target)
         while self._deferred and self._start_in(self._deferred[0]):
@@ -197,6 +208,50 @@ class _Walk:
                 self._free(value)
             else:
                 self._let_go_at.setdefault(entry.held, []).append(value)
+
+    def _drop(self, value: int) -> None:
+        """Let go of a value that a recipe can make anew."""
+        entry = self._entries[value]
+        if not entry.resident or entry.in_use or entry.leaving or entry.copied or entry.dead:
+            return
+        entry.dropped = True
+        if entry.held <= self._op:
+            self._free(value)
+        else:
+            self._let_go_at.setdefault(entry.held, []).append(value)
+
+    def _rebuild(self, value: int) -> None:
+        """Run the recipe of a dropped value: its sources come first, each from wherever it is."""
+        recipe = self.problem.recipes.find(value)
+        assert recipe is not None, "only what has a recipe is dropped"
+        for source in recipe.sources:
+            self._request(source)
+            self._wait_until(self._entries[source].arrives)
+        trace = self.problem.trace
+        last_use = {index: op for op in recipe.ops for index in trace.ops[op].inputs}
+        inside: dict[int, int] = {}  # bytes of what the burst has made so far, by storage
+        for number in recipe.ops:
+            op = trace.ops[number]
+            made = [index for index in op.outputs if trace.values[index].storage not in inside]
+            rise = sum(trace.values[index].nbytes for index in made) + op.workspace_bytes
+            if self._evicts and self._live + sum(inside.values()) + rise > self.problem.budget_bytes:
+                self._make_room(sum(inside.values()) + rise)
+            self._burst_peak = max(self._burst_peak, self._live + sum(inside.values()) + rise)
+            inside |= {trace.values[index].storage: trace.values[index].nbytes for index in made}
+            alive = {trace.values[value].storage} | {
+                trace.values[index].storage for index in (*op.inputs, *op.outputs) if last_use.get(index, -1) > number
+            }
+            done = {trace.values[index].storage for index in (*op.inputs, *op.outputs)} - alive
+            for storage in done & inside.keys():
+                del inside[storage]
+            self.time += op.seconds
+            self.recompute += op.seconds
+        for source in recipe.sources:
+            self._entries[source].in_use -= 1
+        entry = self._entries[value]
+        entry.resident, entry.dropped = True, False
+        self._live += entry.nbytes
+        self.recomputed_bytes += entry.nbytes
 
     def _wait_until(self, moment: float) -> None:
         if moment > self.time:
@@ -236,7 +291,9 @@ class _Walk:
     def _request(self, value: int) -> None:
         entry = self._entries[value]
         entry.in_use += 1
-        if not entry.resident:
+        if not entry.resident and entry.dropped:
+            self._rebuild(value)
+        elif not entry.resident:
             if self._evicts and self._live + entry.nbytes > self._budget:
                 self._make_room(entry.nbytes)
             self._read(value)
@@ -271,9 +328,11 @@ class _Walk:
             self._land()
 
 
-def _actions(offloads: tuple[Offload, ...]) -> dict[int, list[tuple[str, int]]]:
+def _actions(plan: Plan) -> dict[int, list[tuple[str, int]]]:
     table: dict[int, list[tuple[str, int]]] = {}
-    for item in offloads:
+    for dropped in plan.recomputes:
+        table.setdefault(dropped.drop_tick, []).append(("drop", dropped.value))
+    for item in plan.offloads:
         table.setdefault(item.out_tick, []).append(("out", item.value))
         if item.release_tick >= 0:
             table.setdefault(item.release_tick, []).append(("release", item.value))

@@ -13,20 +13,22 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outgrow.planning.plan import Offload, Plan
+from outgrow.errors import OutgrowError, TraceMismatch
+from outgrow.planning.plan import Plan
 from outgrow.runtime.care import Need, OpNeeds
 from outgrow.runtime.handles import Handle
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
+from outgrow.runtime.recipes import Contents, Cookbook, Recipe, contents_by_storage, contents_of, replay
 from outgrow.runtime.tiers.heap import ResidentSet
 from outgrow.tracing.ir import Event, Kind
-from outgrow.tracing.ledger import Ledger
+from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
 from outgrow.tracing.probe import measured_call
 from outgrow.tracing.recorder import Recorder
@@ -50,14 +52,24 @@ class StepOutcome:
     peak_bytes: int
     seconds: float
     stall_seconds: float
+    recompute_seconds: float
     planned_bytes: int
     evicted_bytes: int
+    recomputed_bytes: int
     saved_bytes: int
     oom_retries: int
     fault_level: int
     watched: bool
     followed: bool
     packs: tuple[int, ...]
+
+
+@dataclass
+class Verdicts:
+    """What became of a plan's recipes: values whose recipes gave the very same bits, and those whose did not."""
+
+    good: set[int] = field(default_factory=set)
+    bad: set[int] = field(default_factory=set)
 
 
 class Executor:
@@ -81,6 +93,7 @@ class Executor:
         self._table = OpTable()
         self._nothing = torch.empty(0)
         self._kinds: Mapping[int, Kind] = {}
+        self._verdicts = Verdicts()
         self._recorder: Recorder | None = None
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
@@ -90,14 +103,24 @@ class Executor:
 
     # --- the step ---
 
-    def begin(self, plan: Plan | None, kinds: Mapping[int, Kind], recorder: Recorder | None, *, watch: bool) -> None:
+    def begin(
+        self,
+        plan: Plan | None,
+        verdicts: Verdicts,
+        kinds: Mapping[int, Kind],
+        recorder: Recorder | None,
+        *,
+        watch: bool,
+    ) -> None:
         """Set hooks (and the dispatch mode if `watch`) and start the clock.
 
-        `kinds` tells which storages are training state, which the pool never moves.
+        `kinds` tells which storages are training state, which the pool never moves; `verdicts` which of the plan's
+        recipes can be trusted, and is added to.
         """
         self._thread = threading.get_ident()
         self._ledger.work_here()
         self._kinds = kinds
+        self._verdicts = verdicts
         self._recorder = recorder
         self._reset(plan)
         self._epoch += 1
@@ -124,8 +147,10 @@ class Executor:
             peak_bytes=self._peak,
             seconds=seconds,
             stall_seconds=self._pool.stall_seconds,
+            recompute_seconds=self._recompute_seconds,
             planned_bytes=self._pool.planned_bytes,
             evicted_bytes=self._pool.evicted_bytes,
+            recomputed_bytes=self._recomputed_bytes,
             saved_bytes=self._saved_bytes,
             oom_retries=self._pool.faults,
             fault_level=self._pool.fault_level,
@@ -145,7 +170,9 @@ class Executor:
         self._tick = 0
         self._packs: list[int] = []
         self._numbers = 0
-        self._saved_bytes = 0
+        self._saved_bytes = self._recomputed_bytes = 0
+        self._recompute_seconds = 0.0
+        self._op = 0
         self._peak = 0
         self._watched = False
         self._where = ""
@@ -155,7 +182,11 @@ class Executor:
     def _follow(self, plan: Plan | None) -> None:
         self._plan = plan
         self._entry_of: dict[int, Entry] = {}
-        self._actions = _actions(plan.offloads) if plan is not None else {}
+        self._actions = _actions(plan) if plan is not None else {}
+        self._entry_at: dict[Contents, Entry] = {}
+        self._contents: dict[Entry, Contents] = {}
+        self._cookbook = Cookbook(self._ledger, self._kinds)
+        self._wanted_ops = _ops_of_recipes(plan) if plan is not None else {}
 
     # --- the clock ---
 
@@ -180,6 +211,10 @@ class Executor:
                     entry.epoch, entry.saved_index = self._epoch, handle.recorded
                     self._saved_bytes += entry.nbytes
                 handle.enter(entry, self._nothing)
+                if self._wanted_ops:
+                    contents = contents_of(record)
+                    self._entry_at[contents] = entry
+                    self._contents[entry] = contents
             self._packs.append(handle.nbytes)
             if not self._watched and handle.number % _PACKS_PER_LOOK == 0:
                 self._resident.make_room(0)
@@ -245,12 +280,14 @@ class Executor:
         if entry is not None and self._entry_of.setdefault(saved.value, entry) is not entry:
             self._depart()
             return
-        for action, item in self._actions.get(number, ()):
-            target = self._entry_of.get(item.value)
+        for action, value, offset in self._actions.get(number, ()):
+            target = self._entry_of.get(value)
             if target is None or target.handles == 0:
                 continue
             if action == "out":
-                self._pool.start_out(target, item.offset)
+                self._pool.start_out(target, offset)
+            elif action == "drop":
+                self._drop(target, value)
             elif action == "release":
                 self._pool.wait_out(target)
             else:
@@ -270,6 +307,103 @@ class Executor:
         following = trace.ops[op]
         born = sum(trace.values[index].nbytes for index in following.outputs if trace.values[index].version == 0)
         return born + following.workspace_bytes
+
+    # --- recompute ---
+
+    def _drop(self, entry: Entry, value: int) -> None:
+        """Let go of a value, if its recipe makes the very same bits."""
+        contents = self._contents.get(entry)
+        if contents is None or value in self._verdicts.bad or self._pool.has_safe_copy(entry):
+            return
+        recipe = self._cookbook.compile(contents, self._entry_at.get)
+        if recipe is None or (value not in self._verdicts.good and not self._verify(entry, value, recipe)):
+            return
+        self._pool.drop_for(entry, recipe)
+
+    def _verify(self, entry: Entry, value: int, recipe: Recipe) -> bool:
+        """The true value is still there: make it anew and compare, once for each plan."""
+        true = entry.storage
+        assert true is not None
+        try:
+            made = self._replay(recipe)
+        except OutgrowError:  # no room to try: try again in the next step
+            return False
+        same = made.nbytes() == true.nbytes() and torch.equal(_bytes_of(made), _bytes_of(true))
+        (self._verdicts.good if same else self._verdicts.bad).add(value)
+        return same
+
+    def rebuild(self, entry: Entry) -> torch.UntypedStorage:
+        """Make a dropped value anew; the pool asks for it.
+
+        Raises:
+            RuntimeError: a parameter that the recipe reads was changed since.
+        """
+        recipe = entry.recipe
+        assert recipe is not None
+        if not recipe.states_are_as_they_were():
+            raise TraceMismatch(
+                "a parameter or buffer was changed between the forward and the backward pass in a way that PyTorch"
+                " does not show: train this model with a policy that does not recompute, such as policy='lru'"
+            )
+        storage = self._replay(recipe)
+        self._recomputed_bytes += entry.nbytes
+        return storage
+
+    def _replay(self, recipe: Recipe) -> torch.UntypedStorage:
+        started = time.perf_counter()
+        with (
+            torch.no_grad(),
+            torch._C._DisableTorchDispatch(),
+            torch._C._DisableAutocast(),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
+            storage = replay(recipe, self._fetch, self._run_again)
+        self._left_at = time.perf_counter()
+        self._recompute_seconds += self._left_at - started
+        return storage
+
+    def _fetch(self, entry: Entry) -> torch.UntypedStorage:
+        storage = self._pool.request(entry, self._make_room)
+        self._pool.wait_in(entry)
+        return storage
+
+    def _run_again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op of a recipe inside the pool's care."""
+        facts = self._table[func]
+        signature, need = self._needs.before(func, facts, args, kwargs)
+        self._prepare(facts, need)
+        before = self._ledger.live_bytes
+        result, rise = self._call(func, facts, args, kwargs, need)
+        if not need.measured:
+            self._needs.measured(signature, rise)
+        for tensor in outputs_of(result):
+            self._ledger.see(tensor)
+        self._peak = max(self._peak, before + max(rise, need.likely_bytes if need.measured else 0))
+        self._peak = max(self._peak, self._ledger.live_bytes)
+        return result
+
+    def _prepare(self, facts: OpFacts, need: Need) -> None:
+        """Make room for an op in the budget and in the resident set."""
+        if self._pool.held_bytes + need.likely_bytes > self._budget:
+            self._where = facts.name
+            self._make_room(need.likely_bytes, need.certain_bytes)
+        else:
+            self._pool.land()
+        if need.likely_bytes >= _LARGE_RISE_BYTES:
+            self._resident.make_room(need.likely_bytes)
+
+    def _save_readers_of(self, written: list[StorageRecord]) -> None:
+        """Somebody is about to write to what recipes start from: make their values anew before that."""
+        for record in written:
+            for entry in [
+                entry
+                for entry in self._pool.dropped
+                if entry.recipe is not None and record.serial in entry.recipe.leaves()
+            ]:
+                if entry.recipe is not None:  # not made anew on behalf of another one
+                    self._pool.restore(entry)
+
+    # --- leaving the plan ---
 
     def _depart(self) -> None:
         """The step is not the one of the trace: leave the plan and let the cache decide from here on."""
@@ -293,19 +427,20 @@ class Executor:
         see = self._ledger.see
         for tensor in inputs:
             see(tensor)
+        wanted = self._wanted_ops.get(self._op) == facts.name
+        self._op += 1
+        contents = contents_by_storage(self._ledger, inputs) if wanted else {}
         signature, need = self._needs.before(func, facts, args, kwargs)
-        if self._pool.held_bytes + need.likely_bytes > self._budget:
-            self._where = facts.name
-            self._make_room(need.likely_bytes, need.certain_bytes)
-        else:
-            self._pool.land()
-        if need.likely_bytes >= _LARGE_RISE_BYTES:
-            self._resident.make_room(need.likely_bytes)
+        self._prepare(facts, need)
+        written: list[StorageRecord] = []
         if facts.writes:
-            for tensor in written_tensors(facts, args, kwargs):
-                record = see(tensor)
-                if record is not None:
-                    self._pool.written(record)
+            records = (see(tensor) for tensor in written_tensors(facts, args, kwargs))
+            written = [record for record in records if record is not None]
+            if self._pool.dropped:
+                with torch._C._DisableTorchDispatch():
+                    self._save_readers_of(written)
+            for record in written:
+                self._pool.written(record)
         before = self._ledger.live_bytes
         started = time.perf_counter()
         result, rise = self._call(func, facts, args, kwargs, need)
@@ -317,6 +452,11 @@ class Executor:
         outputs = outputs_of(result)
         for tensor in outputs:
             see(tensor)
+        for record in written:
+            record.writes += 1
+        if wanted:
+            with torch._C._DisableTorchDispatch():
+                self._cookbook.take_down(func, facts, args, kwargs, contents, result)
         self._peak = max(self._peak, before + rise, self._ledger.live_bytes)
         if self._recorder is not None:
             self._recorder.op(
@@ -332,6 +472,10 @@ class Executor:
             )
         self._left_at = time.perf_counter()
         return result
+
+    def pass_view(self) -> None:
+        """A view was made: an op of the trace, which needs no care."""
+        self._op += 1
 
     @property
     def records(self) -> bool:
@@ -378,7 +522,10 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         facts = self._table[func]
-        if facts.is_bookkeeping or (facts.is_view and not self._executor.records):
+        if facts.is_bookkeeping:
+            return func(*args, **(kwargs or {}))
+        if facts.is_view and not self._executor.records:
+            self._executor.pass_view()
             return func(*args, **(kwargs or {}))
         return self._executor.run(func, facts, args, kwargs or {})
 
@@ -421,12 +568,26 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _actions(offloads: tuple[Offload, ...]) -> dict[int, list[tuple[str, Offload]]]:
-    table: dict[int, list[tuple[str, Offload]]] = {}
-    for item in offloads:
-        table.setdefault(item.out_tick, []).append(("out", item))
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _actions(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
+    """(what, value, offset in the file) by tick."""
+    table: dict[int, list[tuple[str, int, int]]] = {}
+    for dropped in plan.recomputes:
+        table.setdefault(dropped.drop_tick, []).append(("drop", dropped.value, 0))
+    for item in plan.offloads:
+        table.setdefault(item.out_tick, []).append(("out", item.value, item.offset))
         if item.release_tick >= 0:
-            table.setdefault(item.release_tick, []).append(("release", item))
+            table.setdefault(item.release_tick, []).append(("release", item.value, item.offset))
         if item.in_tick >= 0:
-            table.setdefault(item.in_tick, []).append(("in", item))
+            table.setdefault(item.in_tick, []).append(("in", item.value, item.offset))
     return table
+
+
+def _ops_of_recipes(plan: Plan) -> dict[int, str]:
+    """The ops that recipes run again, with their names."""
+    ops = plan.problem.trace.ops
+    recipes = (plan.problem.recipes.find(item.value) for item in plan.recomputes)
+    return {number: ops[number].name for recipe in recipes if recipe is not None for number in recipe.ops}

@@ -10,6 +10,7 @@ import errno
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from outgrow.runtime.tiers.ram import Buffers
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.units import format_bytes
 
+if TYPE_CHECKING:
+    from outgrow.runtime.recipes import Recipe
+
 # Where the allocator refuses memory, this share of what is alive leaves at least: faults should be few.
 _FAULT_SHARE = 8
 
@@ -31,8 +35,9 @@ class Entry:
 
     `storage` is the pool's own hold on its memory, None while the value is away (or only others hold it).
     `record` is the ledger's record of the storage that holds, or last held, the value. `slot` has its bytes once
-    a copy out was finished. `serial` and `version` say which contents of which storage it was saved from. `epoch`
-    is the last step that saved it, `saved_index` its number in that step's record.
+    a copy out was finished; `recipe` makes the value anew where it was dropped. `serial` and `version` say which
+    contents of which storage it was saved from. `epoch` is the last step that saved it, `saved_index` its number
+    in that step's record.
     """
 
     __slots__ = (
@@ -40,6 +45,7 @@ class Entry:
         "handles",
         "nbytes",
         "reading",
+        "recipe",
         "record",
         "saved_index",
         "serial",
@@ -57,6 +63,7 @@ class Entry:
         self.nbytes = record.nbytes
         self.handles = 0
         self.slot: Slot | None = None
+        self.recipe: Recipe | None = None
         self.writing: Copy | None = None
         self.reading: Copy | None = None
         self.epoch = self.saved_index = -1
@@ -71,6 +78,7 @@ class Pool:
             alive when it did; 0 if it never did.
         planned_bytes: bytes that plans sent out since then.
         evicted_bytes: bytes that the cache sent out since then.
+        dropped: values that were let go of and will be made anew.
     """
 
     def __init__(
@@ -81,11 +89,13 @@ class Pool:
         copies: CpuCopies,
         resident: ResidentSet,
         on_arrival: Callable[[Entry], None],
+        rebuild: Callable[[Entry], torch.UntypedStorage],
         least_moved_bytes: int,
     ) -> None:
         self._ledger = ledger
         self._budget = budget_bytes
         self._on_arrival = on_arrival
+        self._rebuild = rebuild
         self._least_moved = least_moved_bytes
         self._spill = spill
         self._buffers = Buffers(resident.make_room)
@@ -95,6 +105,7 @@ class Pool:
         self._at: dict[int, list[Entry]] = {}  # entries by the serial number of the storage they were last in
         # Copies out in flight, first in first out, each with the pool's hold on its memory.
         self._leaving: deque[tuple[Copy, Entry, torch.UntypedStorage]] = deque()
+        self.dropped: set[Entry] = set()
         # Copies back whose value nobody wants any more; their memory may go when they are done.
         self._abandoned: list[tuple[Copy, torch.UntypedStorage]] = []
         self._blocks = heap.LargeBlocks()
@@ -145,6 +156,38 @@ class Pool:
         elif entry.slot is not None:
             self._spill.release(entry.slot)
         self._let_go(entry)
+        self._forget_recipe(entry)
+
+    def drop_for(self, entry: Entry, recipe: Recipe) -> None:
+        """Let go of a value that `recipe` makes anew. What the recipe starts from stays until then."""
+        for source in recipe.sources.values():
+            source.handles += 1
+        entry.recipe = recipe
+        self.dropped.add(entry)
+        self._let_go(entry)
+
+    def has_safe_copy(self, entry: Entry) -> bool:
+        """Whether the value is not in memory, or is on the disk or on its way there."""
+        return entry.storage is None or entry.slot is not None or entry.writing is not None
+
+    def restore(self, entry: Entry) -> torch.UntypedStorage:
+        """Make a dropped value anew."""
+        storage = self._rebuild(entry)
+        entry.storage = storage
+        self._forget_place(entry)
+        entry.record = self._ledger.see_storage(storage)
+        self._at.setdefault(entry.record.serial, []).append(entry)
+        self._forget_recipe(entry)
+        self._touch(entry)
+        self._on_arrival(entry)
+        return storage
+
+    def _forget_recipe(self, entry: Entry) -> None:
+        recipe, entry.recipe = entry.recipe, None
+        self.dropped.discard(entry)
+        if recipe is not None:
+            for source in recipe.sources.values():
+                self.drop(source)
 
     def make_way(self, spill_bytes: int) -> bool:
         """Whether a plan may now put its values into the first `spill_bytes` of the file.
@@ -183,6 +226,7 @@ class Pool:
                 self._spill.release(entry.slot)
                 entry.slot = None
             entry.storage = storage
+            self._forget_recipe(entry)
             self._touch(entry)
 
     def start_out(self, entry: Entry, offset: int | None = None) -> None:
@@ -253,6 +297,8 @@ class Pool:
         """
         self._touch(entry)
         if entry.storage is None and not self._find_again(entry):
+            if entry.slot is None:
+                return self.restore(entry)
             make_room(entry.nbytes)
             self._start_in(entry, may_evict=True)
         assert entry.storage is not None
@@ -288,6 +334,7 @@ class Pool:
         if storage is None:
             return False
         entry.storage = storage
+        self._forget_recipe(entry)
         self._touch(entry)
         return True
 
@@ -412,10 +459,13 @@ class Pool:
             SpillError, DeviceOutOfMemory: something could not come back. The rest is closed all the same.
         """
         failure: Exception | None = None
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):
             try:
                 if entry.storage is None and not self._find_again(entry):
-                    self._start_in(entry, may_evict=False)
+                    if entry.slot is None:
+                        self.restore(entry)
+                    else:
+                        self._start_in(entry, may_evict=False)
                 self.wait_in(entry)
             except (SpillError, DeviceOutOfMemory) as error:
                 failure = failure or error

@@ -51,7 +51,8 @@ class Op:
     """One ATen operator call.
 
     `moved_bytes` are read plus written; `workspace_bytes` is what the op holds, at its worst moment, beyond
-    what was alive before it and the outputs that it leaves. `seconds` is 0.0 where no clock ran.
+    what was alive before it and the outputs that it leaves. `seconds` is 0.0 where no clock ran. `repeatable` says
+    that the op, run again on the same inputs, may be expected to give the same outputs.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Op:
     moved_bytes: int
     workspace_bytes: int
     seconds: float
+    repeatable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,12 @@ def _whole(item: Any) -> int:
     return item
 
 
+def _truth(item: Any) -> bool:
+    if type(item) is not bool:
+        raise TraceMismatch(f"{item!r} stands where true or false belongs")
+    return item
+
+
 def _number(item: Any) -> float:
     if type(item) not in (int, float):
         raise TraceMismatch(f"{item!r} stands where a number belongs")
@@ -242,6 +250,7 @@ def _number(item: Any) -> float:
 # How a field comes back from JSON, by its annotation.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "int": _whole,
+    "bool": _truth,
     "float": _number,
     "str": str,
     "tuple[int, ...]": lambda items: tuple([_whole(item) for item in items]),

@@ -16,13 +16,14 @@ import torch
 class StorageRecord:
     """One storage that was seen, for as long as it lives."""
 
-    __slots__ = ("address", "aliases", "nbytes", "ref", "serial")
+    __slots__ = ("address", "aliases", "nbytes", "ref", "serial", "writes")
 
     def __init__(self, serial: int, address: int, nbytes: int) -> None:
         self.serial = serial
         self.address = address
         self.nbytes = nbytes
         self.aliases = 0  # tensors of ours on this storage
+        self.writes = 0  # ops that were seen to write to it
         self.ref: _StorageRef | None = None
 
     def storage(self) -> torch.UntypedStorage | None:

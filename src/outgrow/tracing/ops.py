@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+# Ops whose results hold whatever lay in memory, and ops over lists, which the update makes.
+_OPAQUE = ("aten.empty", "aten.new_empty", "aten._empty", "aten._foreach_", "aten._fused_")
+
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
@@ -17,6 +20,8 @@ class OpFacts:
     `makes_outputs`: some result is fresh memory, as far as the schema tells.
     `is_bookkeeping`: it computes nothing (profiler marks, questions about a tensor) and is no part of a step.
     `writes`: positions (int) or names (str) of the arguments that it writes to.
+    `is_repeatable`: run again on the same inputs it gives the same outputs, as far as its schema tells. Only
+    PyTorch's own ops are trusted that far.
     """
 
     name: str
@@ -24,6 +29,7 @@ class OpFacts:
     makes_outputs: bool
     is_bookkeeping: bool
     writes: tuple[int | str, ...]
+    is_repeatable: bool
 
 
 def facts_of(func: Any) -> OpFacts:
@@ -42,6 +48,11 @@ def facts_of(func: Any) -> OpFacts:
         makes_outputs=any(item.alias_info is None for item in returns),
         is_bookkeeping=func.namespace in ("prim", "profiler"),
         writes=tuple(writes),
+        is_repeatable=(
+            func.namespace == "aten"
+            and torch.Tag.nondeterministic_seeded not in func.tags
+            and not str(func).startswith(_OPAQUE)
+        ),
     )
 
 

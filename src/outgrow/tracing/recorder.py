@@ -139,6 +139,7 @@ class Recorder:
                 moved_bytes=0 if facts.is_view else moved,
                 workspace_bytes=max(0, rise_bytes - new_bytes),
                 seconds=seconds,
+                repeatable=facts.is_repeatable,
             )
         )
         if self._watched:

@@ -1,19 +1,25 @@
 """The default policy: plain PyTorch when it fits, else the fastest plan that the simulator finds.
 
-Besides the named policies it tries plans that offload just enough. Values that are saved first are wanted back
-last, so they are away the longest for one copy out and one copy in; the shortest run of them that fits stalls
-the least.
+Besides the named policies it tries mixes. Values whose recipes cost least for each byte are dropped: none of them, a
+few, more, all. Of the others just enough leave: values that are saved first are wanted back last, so they are away
+the longest for one copy out and one copy in; the shortest run of them that fits stalls the least.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.policies.cache import Keep, Lru
-from outgrow.planning.policies.prefetch import with_prefetch
+from outgrow.planning.policies.prefetch import dropped_early, with_prefetch
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
-from outgrow.planning.problem import Problem
+from outgrow.planning.problem import Candidate, Problem
 
 _SEARCH_STEPS = 7
+# The shares of what can be recomputed, by bytes, that are tried.
+_RECOMPUTED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Recipes that cost more than so many times a copy out and back are not worth their while.
+_MOST_OF_A_COPY = 2.0
 
 
 class Auto:
@@ -25,21 +31,54 @@ class Auto:
         keep = Keep().plan(problem)
         if keep.simulate().feasible:
             return _renamed(keep)
-        tried = [_just_enough(problem)]
+        cheap = _cheapest_first(problem)
+        total = sum(item.nbytes for item in cheap)
+        shares = _RECOMPUTED_SHARES if cheap else (0.0,)
+        tried = [_just_enough(problem, _run_of(cheap, share * total)) for share in shares]
         tried += [policy.plan(problem) for policy in (Lru(), VdnnConv(), VdnnAll(), VdnnDyn())]
         return _renamed(min(tried, key=_rank))
 
 
-def _just_enough(problem: Problem) -> Plan:
+def _cheapest_first(problem: Problem) -> list[Candidate]:
+    """Values with a recipe that is worth it, those with the least seconds a byte first."""
+    priced: list[tuple[float, Candidate]] = []
+    for item in problem.candidates:
+        recipe = problem.recipes.find(item.value)
+        if recipe is None or problem.first_tick_at(item.held) >= item.first_unpack:
+            continue
+        copies = problem.hardware.copy_out_seconds(item.nbytes) + problem.hardware.copy_in_seconds(item.nbytes)
+        if recipe.seconds <= _MOST_OF_A_COPY * copies:
+            priced.append((recipe.seconds / item.nbytes, item))
+    return [item for _, item in sorted(priced, key=lambda pair: pair[0])]
+
+
+def _run_of(items: Sequence[Candidate], nbytes: float) -> list[Candidate]:
+    """The first of `items`, up to so many bytes."""
+    chosen: list[Candidate] = []
+    for item in items:
+        if nbytes <= 0:
+            break
+        chosen.append(item)
+        nbytes -= item.nbytes
+    return chosen
+
+
+def _just_enough(problem: Problem, dropped: Sequence[Candidate]) -> Plan:
     """The shortest run of earliest-saved values whose plan holds the budget without help from the cache."""
-    candidates = problem.candidates
-    low, high = 0, len(candidates)
-    best = make_plan("auto", problem, with_prefetch(problem, candidates))
+    recomputes = dropped_early(problem, dropped)
+    gone = {item.value for item in dropped}
+    candidates = [item for item in problem.candidates if item.value not in gone]
+
+    def offloading(count: int) -> Plan:
+        return make_plan("auto", problem, with_prefetch(problem, candidates[:count], dropped), recomputes)
+
+    low, high = -1, len(candidates)
+    best = offloading(high)
     for _ in range(_SEARCH_STEPS):
         if high - low <= 1:
             break
         middle = (low + high) // 2
-        plan = make_plan("auto", problem, with_prefetch(problem, candidates[:middle]))
+        plan = offloading(middle)
         prediction = plan.simulate()
         if prediction.feasible and prediction.evicted_bytes == 0:
             high = middle
@@ -57,4 +96,4 @@ def _rank(plan: Plan) -> tuple[bool, int, int]:
 
 
 def _renamed(plan: Plan) -> Plan:
-    return make_plan("auto", plan.problem, plan.offloads)
+    return make_plan("auto", plan.problem, plan.offloads, plan.recomputes)

@@ -1,10 +1,10 @@
-"""When copies back should start: as late as possible, as early as needed. Shared by policies that offload."""
+"""When values leave and when copies back should start. Shared by policies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outgrow.planning.plan import Offload
+from outgrow.planning.plan import Offload, Recompute
 from outgrow.planning.problem import Candidate, Problem
 
 # Copies are planned to take this much longer than the device's profile says: a late copy stalls the device for
@@ -13,15 +13,26 @@ _CAUTION = 1.3
 _LEAD_SECONDS = 2e-3
 
 
-def with_prefetch(problem: Problem, chosen: Sequence[Candidate]) -> tuple[Offload, ...]:
-    """Offload `chosen` as soon as they are saved; copy them back one after the other, each just in time."""
+def with_prefetch(
+    problem: Problem, chosen: Sequence[Candidate], dropped: Sequence[Candidate] = ()
+) -> tuple[Offload, ...]:
+    """Offload `chosen` as soon as they are saved; copy them back one after the other, each just in time.
+
+    As late as possible, as early as needed: by the backward pass, or by the recipes of what is `dropped`.
+    """
+    wanted = {item.value: item.first_unpack for item in chosen}
+    for item in dropped:
+        recipe = problem.recipes.find(item.value)
+        for source in () if recipe is None else recipe.sources:
+            if source in wanted:
+                wanted[source] = min(wanted[source], item.first_unpack)
     starts: dict[int, int] = {}
     lane_free = float("inf")
-    for item in sorted(chosen, key=lambda item: -item.first_unpack):
-        finish = min(problem.tick_time(item.first_unpack) - _LEAD_SECONDS, lane_free)
+    for item in sorted(chosen, key=lambda item: -wanted[item.value]):
+        unpack = wanted[item.value]
+        finish = min(problem.tick_time(unpack) - _LEAD_SECONDS, lane_free)
         lane_free = finish - _CAUTION * problem.hardware.copy_in_seconds(item.nbytes)
-        tick = min(problem.last_tick_before(lane_free), item.first_unpack - 1)
-        starts[item.value] = max(tick, item.last_pack)
+        starts[item.value] = max(min(problem.last_tick_before(lane_free), unpack - 1), item.last_pack)
     return tuple(
         Offload(
             value=item.value,
@@ -30,5 +41,14 @@ def with_prefetch(problem: Problem, chosen: Sequence[Candidate]) -> tuple[Offloa
             in_tick=starts[item.value],
             offset=0,
         )
+        for item in chosen
+    )
+
+
+def dropped_early(problem: Problem, chosen: Sequence[Candidate]) -> tuple[Recompute, ...]:
+    """Drop each of `chosen` as soon as nothing but autograd holds it."""
+    last = len(problem.trace.ticks) - 1
+    return tuple(
+        Recompute(item.value, min(max(problem.first_tick_at(item.held), item.last_pack), item.first_unpack - 1, last))
         for item in chosen
     )

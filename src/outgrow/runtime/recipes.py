@@ -1,0 +1,276 @@
+"""Recipes at run time: the calls of this very step, kept without their tensors, and run again to make a value anew.
+
+Calls are taken down as they run, so that a number that changes from step to step is right in each. What a call read
+is named by contents: (storage, how often it was written to). A recipe holds what it starts from: entries of the pool
+stay, wherever they are, and training state is compared by version before it is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outgrow.runtime.pool import Entry
+from outgrow.tracing.ir import Kind
+from outgrow.tracing.ledger import Ledger, StorageRecord
+from outgrow.tracing.ops import OpFacts, outputs_of, written_tensors
+
+Contents = tuple[int, int]  # serial number of a storage, and how many writes it had seen
+
+_MOST_CALLS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where a tensor lies in its storage."""
+
+    contents: Contents
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor, on another storage with the same contents."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A parameter or buffer that a call read. `alias` costs no memory: training state never leaves.
+
+    `is_read` is false for running statistics that the call only updates: what they are does not matter to it.
+    """
+
+    alias: torch.Tensor
+    version: int
+    serial: int
+    is_buffer: bool
+    is_read: bool
+
+    def is_as_it_was(self) -> bool:
+        """Whether nobody has written to it since."""
+        return not self.is_read or self.alias._version == self.version
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an op. `args` and `kwargs` have a `Window` or a `State` in place of each tensor.
+
+    `writes` are the contents that it replaced, each with what they became; `made` what its outputs are, in order
+    (None for one that is no plain tensor).
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[Contents, ...]
+    states: tuple[State, ...]
+    writes: tuple[tuple[Contents, Contents], ...]
+    made: tuple[Contents | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Calls that make `target`, in order, and the entries that they start from."""
+
+    target: Contents
+    calls: tuple[Call, ...]
+    sources: Mapping[Contents, Entry]
+
+    def states_are_as_they_were(self) -> bool:
+        """Whether the training state that it reads is still what the step read."""
+        return all(state.is_as_it_was() for call in self.calls for state in call.states)
+
+    def leaves(self) -> set[int]:
+        """Serial numbers of the storages that must not be written to before the recipe is used."""
+        states = {state.serial for call in self.calls for state in call.states if state.is_read}
+        return states | {serial for serial, _ in self.sources}
+
+
+class Cookbook:
+    """The calls of one step that recipes may need."""
+
+    def __init__(self, ledger: Ledger, kinds: Mapping[int, Kind]) -> None:
+        self._ledger = ledger
+        self._kinds = kinds
+        self._made_by: dict[Contents, Call] = {}
+
+    def take_down(
+        self,
+        func: Any,
+        facts: OpFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        before: Mapping[int, Contents],
+        result: Any,
+    ) -> None:
+        """Remember a call that has just run. `before` has what each storage that it was given held until then."""
+        reads: list[Contents] = []
+        states: list[State] = []
+        buffers_are_read = not _only_updates_buffers(func, args)
+        try:
+            kept_args = tuple(self._kept(item, before, reads, states, buffers_are_read) for item in args)
+            kept_kwargs = {
+                name: self._kept(item, before, reads, states, buffers_are_read) for name, item in kwargs.items()
+            }
+        except _NoWindow:
+            return
+        writes: list[tuple[Contents, Contents]] = []
+        for tensor in written_tensors(facts, args, kwargs):
+            record = self._ledger.see(tensor)
+            if record is None or self._kinds.get(record.serial, Kind.BUFFER) is not Kind.BUFFER:
+                return  # training state cannot be changed twice
+            if record.serial not in self._kinds:
+                writes.append((before[record.serial], contents_of(record)))
+        made: list[Contents | None] = []
+        for tensor in outputs_of(result):
+            record = self._ledger.see(tensor)
+            made.append(None if record is None or tensor.layout is not torch.strided else contents_of(record))
+        call = Call(func, kept_args, kept_kwargs, tuple(reads), tuple(states), tuple(writes), tuple(made))
+        for contents in (*made, *(new for _, new in writes)):
+            if contents is not None and contents[0] not in self._kinds:
+                self._made_by[contents] = call
+
+    def _kept(
+        self,
+        item: Any,
+        before: Mapping[int, Contents],
+        reads: list[Contents],
+        states: list[State],
+        buffers_are_read: bool,
+    ) -> Any:
+        if isinstance(item, list | tuple):
+            return [self._kept(inner, before, reads, states, buffers_are_read) for inner in item]
+        if not isinstance(item, torch.Tensor):
+            return item
+        record = self._ledger.see(item) if item.layout is torch.strided else None
+        if record is None or item.is_conj() or item.is_neg():
+            raise _NoWindow
+        kind = self._kinds.get(record.serial)
+        if kind is not None:
+            alias = item.detach()
+            is_buffer = kind is Kind.BUFFER
+            is_read = buffers_are_read or not is_buffer
+            states.append(State(alias, alias._version, record.serial, is_buffer, is_read))
+            return states[-1]
+        offset = int(item.storage_offset())
+        window = Window(before[record.serial], item.dtype, item.shape, item.stride(), offset)
+        reads.append(window.contents)
+        return window
+
+    def compile(self, target: Contents, entries: Callable[[Contents], Entry | None]) -> Recipe | None:
+        """The recipe of what `target` names; None where a call of it was not taken down."""
+        calls: dict[int, Call] = {}
+        order: list[Call] = []
+        sources: dict[Contents, Entry] = {}
+
+        def ask(contents: Contents) -> bool:
+            call = self._made_by.get(contents)
+            if call is None or len(order) > _MOST_CALLS:
+                return False
+            if id(call) in calls:
+                return True
+            calls[id(call)] = call
+            for wanted in call.reads:
+                entry = entries(wanted) if wanted != target else None
+                if entry is not None:
+                    sources[wanted] = entry
+                elif not ask(wanted):
+                    return False
+            order.append(call)  # after all that it reads
+            return True
+
+        return Recipe(target, tuple(order), sources) if ask(target) else None
+
+
+class _NoWindow(Exception):
+    """An argument that cannot be named by contents."""
+
+
+def _only_updates_buffers(func: Any, args: Sequence[Any]) -> bool:
+    """Batch norm in training does not look at its running statistics. It updates them, and does not say so."""
+    if "batch_norm" not in str(func):
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    return any(name in ("training", "train") and value is True for name, value in zip(names, args, strict=False))
+
+
+def contents_of(record: StorageRecord) -> Contents:
+    """What a storage holds now."""
+    return record.serial, record.writes
+
+
+def contents_by_storage(ledger: Ledger, tensors: Iterable[torch.Tensor]) -> dict[int, Contents]:
+    """What the storages of some tensors hold now, by serial number."""
+    found: dict[int, Contents] = {}
+    for tensor in tensors:
+        record = ledger.see(tensor)
+        if record is not None:
+            found[record.serial] = contents_of(record)
+    return found
+
+
+def replay(
+    recipe: Recipe,
+    fetch: Callable[[Entry], torch.UntypedStorage],
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+) -> torch.UntypedStorage:
+    """Make a value anew. `fetch` brings a source, `run` runs one op inside the budget.
+
+    Contents that a call writes to are cloned first unless the replay itself made them and reads them no more, and
+    so are buffers: batch norm updates its running statistics without saying so.
+    """
+    there = {contents: fetch(entry) for contents, entry in recipe.sources.items()}
+    own: set[Contents] = set()
+    left: dict[Contents, int] = {}
+    for call in recipe.calls:
+        for contents in call.reads:
+            left[contents] = left.get(contents, 0) + 1
+    for call in recipe.calls:
+        for contents in call.reads:
+            left[contents] -= 1
+        changed = dict(call.writes)
+        given: dict[Contents, torch.UntypedStorage] = {}
+        for contents in call.reads:
+            storage = there[contents]
+            if contents in changed and contents not in given and (contents not in own or left[contents] > 0):
+                storage = _clone(storage, run)
+            given.setdefault(contents, storage)
+        args = tuple(_given(item, given) for item in call.args)
+        kwargs = {name: _given(item, given) for name, item in call.kwargs.items()}
+        result = run(call.func, args, kwargs)
+        for contents in call.reads:
+            if left[contents] == 0 and contents != recipe.target:
+                there.pop(contents, None)
+        for old, new in call.writes:
+            there[new] = given[old]
+            own.add(new)
+        for made, tensor in zip(call.made, outputs_of(result), strict=True):
+            if made is not None and made not in there and (made == recipe.target or left.get(made)):
+                there[made] = tensor.untyped_storage()
+                own.add(made)
+        del given, args, kwargs, result
+    return there[recipe.target]
+
+
+def _clone(
+    storage: torch.UntypedStorage, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+) -> torch.UntypedStorage:
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    copy: torch.Tensor = run(torch.ops.aten.clone.default, (whole,), {})
+    return copy.untyped_storage()
+
+
+def _given(item: Any, storages: Mapping[Contents, torch.UntypedStorage]) -> Any:
+    if isinstance(item, list):
+        return [_given(inner, storages) for inner in item]
+    if isinstance(item, Window):
+        return item.on(storages[item.contents])
+    if isinstance(item, State):
+        return item.alias.clone() if item.is_buffer else item.alias
+    return item
