@@ -147,7 +147,7 @@ def test_a_budget_beyond_the_wall_trains_the_same_by_page_faults(
 def test_where_nothing_is_left_to_evict_the_error_says_what_holds_the_memory(
     run_child: RunChild, plain: dict[str, Any]
 ) -> None:
-    found = run_child(train_at_wall, 1 << 40, plain["peak"] // 20)
+    found = run_child(train_at_wall, 1 << 40, plain["peak"] // 40)
     assert found["kind"] == "DeviceOutOfMemory"
     assert "nothing is left to evict" in found["error"]
     assert "are alive" in found["error"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +14,7 @@ from typing import ClassVar
 
 import psutil
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
@@ -42,13 +45,18 @@ _MOST_REPLANS = 4
 _HEADROOM_SHARE = 0.9
 # After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
 _RECORDINGS_AFTER_DEPARTURE = 8
+# What a step makes to last beyond what its trace shows; less than this may be anything's.
+_LEAST_BASE_BYTES = 4096
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
 _MOST_KINDS = 32
 
 
 @dataclass
 class _Kind:
-    """One kind of step that was met: its trace, its plan, and how the plan fares."""
+    """One kind of step that was met: its trace, its plan, and how the plan fares.
+
+    `seen` counts its steps, `misses` how often its plan proved wrong.
+    """
 
     packs: tuple[int, ...]
     trace: Trace
@@ -57,8 +65,15 @@ class _Kind:
     measured_peak: int
     plan_seconds: float
     verdicts: Verdicts = field(default_factory=Verdicts)
-    replans: int = 0
+    seen: int = 0
+    misses: int = 0
     recent: list[float] = field(default_factory=list)
+
+    def miss(self) -> None:
+        """The plan proved wrong: make another, but not without end on a machine whose speed wavers."""
+        if self.misses < _MOST_REPLANS:
+            self.misses += 1
+            self.steady = False
 
 
 class Session:
@@ -110,7 +125,10 @@ class Session:
         self._closed = True  # until everything below has worked
         self._models = as_sequence(model)
         self._optimizers = as_sequence(optimizer)
+        _refuse_what_is_neither(self._models, self._optimizers)
         self._device = _device_of(self._models)
+        if least_moved_bytes < 1:
+            raise SessionError(f"least_moved_bytes is {least_moved_bytes}: it must be 1 or more")
         self.budget_bytes = parse_bytes(budget, total_bytes=psutil.virtual_memory().total)
         self._policy = find(policy) if isinstance(policy, str) else policy
         self._refuse_second_session()
@@ -136,6 +154,8 @@ class Session:
         self._kinds: list[_Kind] = []
         self._expected: _Kind | None = None
         self._recordings_left = 1
+        self._steps = 0  # those that ended without an error
+        self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
         self._in_step = False
         self._summary: Summary | None = None
         self._oom_retries = self._replans = 0
@@ -206,7 +226,8 @@ class Session:
                 raise
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not self._in_step:
+        on_lane = threading.current_thread().name.startswith("outgrow-")  # cannot wait for its own end
+        if not getattr(self, "_closed", True) and not self._in_step and not on_lane:
             self.close()
 
     # --- one step ---
@@ -221,16 +242,19 @@ class Session:
         if plan is not None and plan.offloads and not self._pool.make_way(plan.spill_bytes):
             plan = None  # a graph of an earlier step still wants what lies where the plan would put its own
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
-        records = kind is None or not kind.steady or self._recordings_left > 0
+        awaits_stranger = self._stranger_at > 0 and self._steps + 1 - self._stranger_at == self._stranger_gap
+        records = kind is None or not kind.steady or self._recordings_left > 0 or awaits_stranger
         self._modules = ModuleNames(self._models if records else ())
         self._recorder = Recorder(self._ledger, self._modules, kinds) if records else None
-        if self._recorder is not None:
-            self._modules.__enter__()
-            self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
         watch = records or plan is None or self._wary or not _keeps_everything(plan)
-        self._in_step = True
         verdicts = Verdicts() if kind is None else kind.verdicts
-        self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch)
+        with ExitStack() as undo:
+            if self._recorder is not None:
+                undo.enter_context(self._modules)
+                self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
+            self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch)
+            undo.pop_all()  # all is well: `_end` takes the hooks off
+        self._in_step = True
 
     def _end(self, error: BaseException | None) -> None:
         outcome = self._executor.end()
@@ -243,34 +267,47 @@ class Session:
             self._wary = True
         if outcome.oom_retries:
             self._planned_budget = min(self._planned_budget, outcome.fault_level)
-            if self._expected is not None and self._expected.replans < _MOST_REPLANS:
-                self._expected.steady = False
+            if self._expected is not None:
+                self._expected.miss()
         if outcome.watched:
             self._peak = max(self._peak, outcome.peak_bytes)
         if error is not None:
             return
         followed = self._expected
-        if recorder is not None:
+        self._steps += 1
+        self._recordings_left = max(0, self._recordings_left - 1)
+        is_known_well = outcome.followed and followed is not None and followed.steady
+        if recorder is not None and not is_known_well:
             kinds = storage_kinds(self._ledger, self._models, self._optimizers)
             self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
         elif not outcome.followed:
             self._expected = self._known(outcome.packs) or followed
-            self._recordings_left = 0 if self._known(outcome.packs) else _RECORDINGS_AFTER_DEPARTURE
+            if self._expected is followed:
+                self._watch_out()
         elif followed is not None:
             self._compare(followed, outcome)
+        if self._expected is not None:
+            (self._known(outcome.packs) or self._expected).seen += 1
+        if followed is not None and self._expected is not None and followed.seen > self._expected.seen:
+            self._expected = followed  # a smaller last batch: what comes most is what comes next
         self._summarise(followed if outcome.followed else None, outcome)
 
     # --- learning ---
 
+    def _watch_out(self) -> None:
+        """A step came that nobody knows: record the next few, and one as far ahead as the last such was ago."""
+        self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
+        self._stranger_gap = self._steps - self._stranger_at
+        self._stranger_at = self._steps
+
     def _learn(self, outcome: StepOutcome, trace: Trace) -> None:
         """A step was recorded: remember its kind and plan for it."""
         known = self._known(outcome.packs)
-        self._recordings_left = max(0, self._recordings_left - 1)
         start = time.perf_counter()
         trace = with_lasting_state(trace)
         # What else was made in this step and stays is there from now on.
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1))
-        steady = known is not None and base <= LEAST_MOVED_BYTES
+        steady = known is not None and base <= _LEAST_BASE_BYTES and not outcome.blind
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
         plan = self._plan_with_headroom(problem)
         if steady or not plan.evicts:
@@ -283,7 +320,6 @@ class Session:
             known.trace, known.plan, known.steady = trace, plan, steady
             known.verdicts = Verdicts()
             known.measured_peak, known.plan_seconds = outcome.peak_bytes, seconds
-            known.replans += 1
             self._replans += 1
         known.recent.clear()
         self._expected = known
@@ -294,10 +330,11 @@ class Session:
         glibc finds freed blocks of the right size the more often the less full it is; where it does not, pages are
         given back and taken anew, which costs more than the copies of a few more values.
         """
-        plan = self._policy.plan(problem)
+        plan = self._policy.plan(problem).laid_out()
         if _keeps_everything(plan):
             return plan
-        roomy = self._policy.plan(replace(problem, budget_bytes=int(problem.budget_bytes * _HEADROOM_SHARE)))
+        less = replace(problem, budget_bytes=int(problem.budget_bytes * _HEADROOM_SHARE))
+        roomy = self._policy.plan(less).laid_out()
         wanted, offered = plan.simulate(), roomy.simulate()
         costs_nothing = offered.step_seconds <= wanted.step_seconds * 1.01
         return roomy if offered.feasible and costs_nothing else plan
@@ -309,14 +346,14 @@ class Session:
         """Adapt: where measurement and prediction differ, the next step is recorded and planned anew."""
         kind.recent.append(outcome.seconds)
         del kind.recent[:-3]
-        if not outcome.watched or kind.replans >= _MOST_REPLANS:
+        if not outcome.watched:
             return
         prediction = kind.plan.simulate()
         higher = outcome.peak_bytes > prediction.peak_bytes * (1 + _PEAK_TOLERANCE)
         typical = sorted(kind.recent)[len(kind.recent) // 2]
         slower = len(kind.recent) == 3 and abs(typical / prediction.step_seconds - 1) > _TIME_TOLERANCE
         if higher or slower:
-            kind.steady = False
+            kind.miss()
 
     def _measured_hardware(self) -> Hardware:
         """This machine, with the disk's speeds as its copies were measured so far."""
@@ -352,8 +389,8 @@ class Session:
     # --- refusals ---
 
     def _refuse_second_session(self) -> None:
-        mine = {id(model) for model in self._models}
-        if any(mine & {id(model) for model in other._models} for other in Session._open):
+        mine = _parameters_of(self)
+        if any(mine & _parameters_of(other) for other in Session._open):
             raise SessionError("another session is open over this model: close it first")
 
     def _refuse_hopeless_budget(self, kinds: dict[int, Kind]) -> None:
@@ -417,6 +454,23 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._session._end(error)
+
+
+def _parameters_of(session: Session) -> set[int]:
+    return {id(parameter) for model in session._models for parameter in model.parameters()}
+
+
+def _refuse_what_is_neither(models: Sequence[object], optimizers: Sequence[object]) -> None:
+    for item in models:
+        if not isinstance(item, torch.nn.Module):
+            raise SessionError(f"model is {type(item).__name__}: give a torch.nn.Module, or a sequence of them")
+        if any(isinstance(parameter, UninitializedParameter) for parameter in item.parameters()):
+            raise SessionError("the model has lazy layers: run one forward pass first, so that its sizes are known")
+    for item in optimizers:
+        if not isinstance(item, torch.optim.Optimizer):
+            raise SessionError(
+                f"optimizer is {type(item).__name__}: give a torch.optim.Optimizer, not its parameters"
+            )
 
 
 def _device_of(models: Sequence[torch.nn.Module]) -> torch.device:

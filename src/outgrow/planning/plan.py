@@ -114,6 +114,10 @@ class Plan:
             row["bytes"] += nbytes
         return table
 
+    def laid_out(self) -> Plan:
+        """The same plan with each value in a place of its own in the file, whatever places it came with."""
+        return make_plan(self.policy, self.problem, self.offloads, self.recomputes, evicts=self.evicts)
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, with its trace and device, so that it can be simulated anywhere."""
         document = {
@@ -165,7 +169,7 @@ class Plan:
             plan._check(item, path)
         for dropped in plan.recomputes:
             plan._check_recompute(dropped, path)
-        return plan
+        return plan.laid_out()
 
     def _check_recompute(self, item: Recompute, path: str | Path) -> None:
         from outgrow.planning.recipes import recipe_of  # recipes read problems, as plans do

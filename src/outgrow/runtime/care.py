@@ -12,22 +12,26 @@ from typing import Any
 
 import torch
 
-from outgrow.tracing.ops import OpFacts, outputs_of, tensors_in
+from outgrow.tracing.ops import OpFacts, nbytes_of, outputs_of, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """Bytes that an op adds at its worst moment.
 
-    `certain_bytes` are its outputs at least; `likely_bytes` has the workspace too, measured or guessed.
+    `certain_bytes` are its outputs at least; `likely_bytes` has the workspace too, measured or guessed. Where output
+    sizes depend on data, `likely_bytes` is the most so far and never counts as measured.
     """
 
     certain_bytes: int
     likely_bytes: int
     measured: bool
+    depends_on_data: bool = False
 
 
 _NOTHING = Need(0, 0, measured=True)
+# A step counter among an op's arguments makes a new signature in every step.
+_MOST_SIGNATURES = 1 << 16
 
 
 class OpNeeds:
@@ -45,12 +49,18 @@ class OpNeeds:
         signature = (func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
         need = self._needs.get(signature)
         if need is None:
+            if len(self._needs) >= _MOST_SIGNATURES:
+                self._needs.clear()
             need = self._needs[signature] = _guess(func, facts, args, kwargs)
         return signature, need
 
     def measured(self, signature: Hashable, rise_bytes: int) -> None:
         """Remember what a call was seen to need."""
-        if signature is not None:
+        known = self._needs.get(signature)
+        if known is not None and known.depends_on_data:
+            most = max(known.likely_bytes, rise_bytes)
+            self._needs[signature] = Need(0, most, measured=False, depends_on_data=True)
+        elif signature is not None:
             self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True)
 
 
@@ -61,6 +71,8 @@ def _signature(items: Sequence[Any]) -> Hashable:
 
 def _item_signature(item: Any) -> Hashable:
     if isinstance(item, torch.Tensor):
+        if item.is_nested:
+            return (item.dtype, id(item))
         return (item.dtype, item.shape, item.stride() if item.layout is torch.strided else item.layout)
     if isinstance(item, list | tuple):
         return _signature(item)
@@ -70,10 +82,10 @@ def _item_signature(item: Any) -> Hashable:
 
 
 def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Need:
-    read = sum(_nbytes(tensor) for tensor in tensors_in(args, kwargs))
+    read = sum(nbytes_of(tensor) for tensor in tensors_in(args, kwargs))
     made = _output_bytes(func, facts, args, kwargs)
     if made is None:
-        return Need(0, read, measured=False)
+        return Need(0, read, measured=False, depends_on_data=True)
     if facts.writes:
         return Need(made, made, measured=False)
     return Need(made, made + _guess_workspace(facts.name, read, made), measured=False)
@@ -92,6 +104,8 @@ def _output_bytes(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mappin
     """Bytes of new memory among the outputs, None where the shapes depend on data."""
     if facts.writes and not facts.makes_outputs:
         return 0
+    if func.namespace != "aten":  # somebody's own code would run once more than in plain PyTorch
+        return None
     try:
         meta_args = _to_meta(list(args))
         meta_kwargs = _to_meta(dict(kwargs))
@@ -99,7 +113,7 @@ def _output_bytes(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mappin
             meta_kwargs["device"] = torch.device("meta")
         meta_kwargs.pop("generator", None)
         result = func(*meta_args, **meta_kwargs)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+    except Exception:
         # No shape function for this op, or shapes that depend on data: the guess by its inputs must do.
         return None
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in(meta_args, meta_kwargs)}
@@ -119,7 +133,3 @@ def _to_meta(item: Any) -> Any:
     if isinstance(item, dict):
         return {name: _to_meta(inner) for name, inner in item.items()}
     return item
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -41,12 +41,17 @@ _LARGE_RISE_BYTES = 256 << 10
 _PACKS_PER_LOOK = 8
 
 
+# Runs an op; gives its result and how far it lifted live bytes, if that was measured.
+_RunOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, int | None]]
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """What one step was measured to be. Times in seconds, sizes in bytes.
 
     `fault_level` is the fewest live bytes at which an allocator refused memory, 0 if none did. `watched` says that
-    the dispatch mode was on, so that `peak_bytes` was measured; `followed` that every tick was the plan's.
+    the dispatch mode was on, so that `peak_bytes` was measured; `blind` that a profiler of the user's hid what some
+    ops need; `followed` that every tick was the plan's.
     """
 
     peak_bytes: int
@@ -60,6 +65,7 @@ class StepOutcome:
     oom_retries: int
     fault_level: int
     watched: bool
+    blind: bool
     followed: bool
     packs: tuple[int, ...]
 
@@ -129,10 +135,11 @@ class Executor:
         self._pool.begin_step()
         self._ledger.on_death = recorder.died if recorder is not None else None
         self._peak = self._ledger.live_bytes
-        self._stack = ExitStack()
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
-        if watch:
-            self._stack.enter_context(_Watch(self, self._table))
+        with ExitStack() as stack:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+            if watch:
+                stack.enter_context(_Watch(self, self._table))
+            self._stack = stack.pop_all()
         self._started = self._left_at = time.perf_counter()
 
     def end(self) -> StepOutcome:
@@ -155,16 +162,12 @@ class Executor:
             oom_retries=self._pool.faults,
             fault_level=self._pool.fault_level,
             watched=self._watched,
+            blind=self._blind,
             followed=self._plan is not None and self._tick == len(self._plan.problem.trace.ticks),
             packs=tuple(self._packs),
         )
         self._reset(None)
         return outcome
-
-    @property
-    def peak_bytes(self) -> int:
-        """The highest live bytes of the step so far."""
-        return self._peak
 
     def _reset(self, plan: Plan | None) -> None:
         self._tick = 0
@@ -173,6 +176,7 @@ class Executor:
         self._saved_bytes = self._recomputed_bytes = 0
         self._recompute_seconds = 0.0
         self._op = 0
+        self._blind = False
         self._peak = 0
         self._watched = False
         self._where = ""
@@ -277,7 +281,10 @@ class Executor:
         if tick.event is not event or tick.saved != handle.number or saved.nbytes != handle.nbytes:
             self._depart()
             return
-        if entry is not None and self._entry_of.setdefault(saved.value, entry) is not entry:
+        if entry is not None and (
+            entry.nbytes != trace.values[saved.value].nbytes  # a window as large as before on a larger storage
+            or self._entry_of.setdefault(saved.value, entry) is not entry
+        ):
             self._depart()
             return
         for action, value, offset in self._actions.get(number, ()):
@@ -350,7 +357,7 @@ class Executor:
         return storage
 
     def _replay(self, recipe: Recipe) -> torch.UntypedStorage:
-        started = time.perf_counter()
+        started, inner = time.perf_counter(), self._recompute_seconds
         with (
             torch.no_grad(),
             torch._C._DisableTorchDispatch(),
@@ -359,7 +366,7 @@ class Executor:
         ):
             storage = replay(recipe, self._fetch, self._run_again)
         self._left_at = time.perf_counter()
-        self._recompute_seconds += self._left_at - started
+        self._recompute_seconds = inner + self._left_at - started  # sources that were dropped too are in there
         return storage
 
     def _fetch(self, entry: Entry) -> torch.UntypedStorage:
@@ -374,13 +381,19 @@ class Executor:
         self._prepare(facts, need)
         before = self._ledger.live_bytes
         result, rise = self._call(func, facts, args, kwargs, need)
-        if not need.measured:
-            self._needs.measured(signature, rise)
+        rise = self._rise_of(signature, need, rise)
         for tensor in outputs_of(result):
             self._ledger.see(tensor)
-        self._peak = max(self._peak, before + max(rise, need.likely_bytes if need.measured else 0))
-        self._peak = max(self._peak, self._ledger.live_bytes)
+        self._peak = max(self._peak, before + rise, self._ledger.live_bytes)
         return result
+
+    def _rise_of(self, signature: Hashable, need: Need, measured: int | None) -> int:
+        """How far an op that has run lifted live bytes; remembered where it was measured."""
+        if measured is None:
+            self._blind = self._blind or not need.measured
+            return need.likely_bytes
+        self._needs.measured(signature, measured)
+        return measured
 
     def _prepare(self, facts: OpFacts, need: Need) -> None:
         """Make room for an op in the budget and in the resident set."""
@@ -445,10 +458,7 @@ class Executor:
         started = time.perf_counter()
         result, rise = self._call(func, facts, args, kwargs, need)
         seconds = time.perf_counter() - started
-        if not need.measured:
-            self._needs.measured(signature, rise)
-        else:
-            rise = need.likely_bytes
+        rise = self._rise_of(signature, need, rise)
         outputs = outputs_of(result)
         for tensor in outputs:
             see(tensor)
@@ -484,9 +494,9 @@ class Executor:
 
     def _call(
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], need: Need
-    ) -> tuple[Any, int]:
+    ) -> tuple[Any, int | None]:
         """Call the op; where memory runs out, evict and call again (a page fault)."""
-        call = _run_here if need.measured else measured_call
+        call: _RunOp = _run_here if need.measured else measured_call
         # What it drew before memory ran out it must draw again.
         dice = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
         while True:
@@ -530,16 +540,16 @@ class _Watch(TorchDispatchMode):
         return self._executor.run(func, facts, args, kwargs or {})
 
 
-def _run_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-    return func(*args, **kwargs), 0
+def _run_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
+    return func(*args, **kwargs), None
 
 
-def _run_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+def _run_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
     """Run an op on a thread of its own, which may start more."""
     # Where there is no room for their stacks, OpenMP ends the process; this raises an error that we can mend.
     torch.empty(_STACK_BYTES * torch.get_num_threads(), dtype=torch.uint8)
 
-    def run() -> tuple[Any, int]:
+    def run() -> tuple[Any, int | None]:
         torch.get_num_threads()  # makes the new thread use as many as this one: kernels are built for a number
         with torch._C._AutoDispatchBelowAutograd():  # as inside a dispatch mode
             return measured_call(func, args, kwargs)
@@ -562,6 +572,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from outgrow.runtime.pool import Entry
+from outgrow.tracing.ops import nbytes_of
 
 
 class Owner(Protocol):
@@ -55,9 +56,9 @@ class Handle:
         self.ghost = alias
         self.tensor: torch.Tensor | None = alias
         self.entry: Entry | None = None
-        self.nbytes = tensor.numel() * tensor.element_size()
+        self.nbytes = nbytes_of(tensor)
         self._version = tensor._version
-        self._shape = tensor.shape
+        self._shape = torch.Size() if tensor.is_nested else tensor.shape
         self._dtype = tensor.dtype
 
     def enter(self, entry: Entry, nothing: torch.Tensor) -> None:

@@ -130,7 +130,7 @@ class Pool:
 
     def entries(self) -> Iterator[Entry]:
         """All entries, in no particular order."""
-        return iter(self._entries.values())
+        return iter(list(self._entries.values()))
 
     def adopt(self, tensor: torch.Tensor, record: StorageRecord) -> Entry:
         """The entry of a tensor's value; one more saved tensor refers to it."""
@@ -194,7 +194,7 @@ class Pool:
 
         It may not while a value of an earlier step lies there that is nowhere else and that a graph still wants.
         """
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):
             if entry.writing is not None and entry.writing.slot.planned:
                 self.wait_out(entry)
             if entry.slot is None or not entry.slot.planned:
@@ -250,11 +250,13 @@ class Pool:
         """
         while self._leaving and self._leaving[0][0].done:
             self._land_first()
-        if self._abandoned:
-            for copy, _ in self._abandoned:
-                if copy.done:
-                    self._spill.release(copy.slot)
-            self._abandoned = [item for item in self._abandoned if not item[0].done]
+        # What is abandoned while this runs (a collector frees a graph) goes to the new list.
+        abandoned, self._abandoned = self._abandoned, []
+        for copy, storage in abandoned:
+            if copy.done:
+                self._spill.release(copy.slot)
+            else:
+                self._abandoned.append((copy, storage))
 
     def _land_first(self) -> None:
         copy, entry, _ = self._leaving.popleft()
@@ -459,28 +461,32 @@ class Pool:
             SpillError, DeviceOutOfMemory: something could not come back. The rest is closed all the same.
         """
         failure: Exception | None = None
-        for entry in list(self._entries.values()):
-            try:
-                if entry.storage is None and not self._find_again(entry):
-                    if entry.slot is None:
-                        self.restore(entry)
-                    else:
-                        self._start_in(entry, may_evict=False)
-                self.wait_in(entry)
-            except (SpillError, DeviceOutOfMemory) as error:
-                failure = failure or error
-            else:
-                entry.slot = None
-        self._copies.close()
-        self._leaving.clear()
-        self._abandoned.clear()
-        self._recent.clear()
-        self._at.clear()
-        self._spill.close()
-        self._blocks.close()
-        self._buffers.close()
+        try:
+            for entry in list(self._entries.values()):  # a collector may free some on the way
+                try:
+                    self._bring_back(entry)
+                except (SpillError, DeviceOutOfMemory) as error:
+                    failure = failure or error
+        finally:
+            self._copies.close()
+            self._leaving.clear()
+            self._abandoned.clear()
+            self._recent.clear()
+            self._at.clear()
+            self._spill.close()
+            self._blocks.close()
+            self._buffers.close()
         if failure is not None:
             raise failure
+
+    def _bring_back(self, entry: Entry) -> None:
+        if entry.handles > 0 and entry.storage is None and not self._find_again(entry):
+            if entry.slot is None:
+                self.restore(entry)
+            else:
+                self._start_in(entry, may_evict=False)
+        self.wait_in(entry)
+        entry.slot = None
 
 
 # What the CPU allocator says, what C++ does, and what oneDNN makes of either when it builds a kernel.

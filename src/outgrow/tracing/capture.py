@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ def as_sequence(item: Any) -> tuple[Any, ...]:
         return ()
     if isinstance(item, torch.nn.Module | torch.optim.Optimizer):
         return (item,)
-    return tuple(item)
+    return tuple(item) if isinstance(item, Iterable) else (item,)
 
 
 def storage_kinds(
@@ -187,7 +187,8 @@ class _CaptureMode(TorchDispatchMode):
             return func(*args, **kwargs)
         rise, seconds = 0, 0.0
         if self._measured:
-            result, rise = measured_call(func, args, kwargs)
+            result, measured = measured_call(func, args, kwargs)
+            rise = measured or 0
             seconds = time.perf_counter() - self._left_at
         else:
             result = func(*args, **kwargs)

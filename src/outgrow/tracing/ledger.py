@@ -92,13 +92,6 @@ class Ledger:
             record.nbytes = size
         return record
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage was seen before."""
-        try:
-            return tensor.untyped_storage()._cdata in self._records
-        except NotImplementedError:
-            return False
-
     def _died(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(ref, _StorageRef)
         record = ref.record

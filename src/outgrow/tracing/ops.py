@@ -95,6 +95,11 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
             yield from (inner for inner in item if isinstance(inner, torch.Tensor))
 
 
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements; 0 for nested tensors, whose sizes are no plain numbers."""
+    return 0 if tensor.is_nested else tensor.numel() * tensor.element_size()
+
+
 def outputs_of(result: Any) -> list[torch.Tensor]:
     """The tensors that a call returned."""
     if isinstance(result, torch.Tensor):

@@ -11,14 +11,14 @@ import torch
 _profiler: Any = torch.autograd
 
 
-def measured_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
+def measured_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, int | None]:
     """Run an op and tell how far it lifted the allocated bytes at its worst moment.
 
     PyTorch's allocators report every block to the profiler of the thread; started for one op it costs some
-    6 microseconds. Where the user's own profiler runs, nothing is measured and 0 is returned.
+    6 microseconds. Where the user's own profiler runs, nothing is measured and None is returned.
     """
     if _profiler._profiler_enabled():
-        return func(*args, **kwargs), 0
+        return func(*args, **kwargs), None
     _profiler._enable_profiler_legacy(_memory_only())
     try:
         result = func(*args, **kwargs)

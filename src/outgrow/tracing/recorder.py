@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, written_tensors
+from outgrow.tracing.ops import OpFacts, nbytes_of, written_tensors
 
 # Kinds of value that somebody lets go of during a step; the others are training state.
 _LET_GO = frozenset({Kind.TEMPORARY, Kind.INPUT})
@@ -101,7 +101,7 @@ class Recorder:
             record = self._ledger.see(tensor)
             if record is not None:
                 read[self._value_of(record)] = None
-                moved += tensor.numel() * tensor.element_size()
+                moved += nbytes_of(tensor)
         born: dict[int, None] = {}
         for tensor in written_tensors(facts, args, kwargs):
             record = self._ledger.see(tensor)
@@ -121,7 +121,7 @@ class Recorder:
             if accumulates:
                 self._values[known].kind = Kind.GRADIENT
             if not facts.is_view:
-                moved += tensor.numel() * tensor.element_size()
+                moved += nbytes_of(tensor)
         if in_backward:
             phase, module = Phase.BACKWARD, self._backward_module
         elif torch.is_grad_enabled():
@@ -198,10 +198,6 @@ class Recorder:
         value = self._saved[index].value
         self._current[record.serial] = value
         self._values[value].present = True
-
-    def value_of_saved(self, index: int) -> int:
-        """The value that a saved tensor is a window on."""
-        return self._saved[index].value
 
     def finish(self, kinds: Mapping[int, Kind], device: str, *, measured: bool) -> Trace:
         """The trace. `kinds` tells what the storages alive now are, by serial number."""

@@ -118,8 +118,9 @@ class Lane:
             self._move(copy.slot, copy.address)
         except Exception as caught:  # handed to whoever waits for the copy
             copy.error = caught.with_traceback(None)
-        self.busy_seconds += time.perf_counter() - start
-        self.moved_bytes += copy.slot.nbytes
+        else:
+            self.busy_seconds += time.perf_counter() - start
+            self.moved_bytes += copy.slot.nbytes
         copy.finish()
 
 

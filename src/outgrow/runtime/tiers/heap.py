@@ -64,9 +64,10 @@ class LargeBlocks:
             self._choose()
 
     def close(self) -> None:
-        """Want nothing any more."""
+        """Want nothing any more, and give back what the heap kept meanwhile."""
         if self._open.pop(id(self), None) is not None:
             self._choose()
+            give_back()
 
     def _choose(self) -> None:
         mmap_bytes, mmaps, trim_bytes = self._USUAL_MMAP_BYTES, self._USUAL_MMAPS, self._USUAL_TRIM_BYTES

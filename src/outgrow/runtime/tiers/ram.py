@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 
 import torch
 
@@ -28,11 +29,18 @@ class Buffers:
         self._before_mapping = before_mapping
         self._idle: deque[mmap.mmap] = deque()
         self._in_use: dict[weakref.ref[torch.UntypedStorage], mmap.mmap] = {}
+        # Storages die on any thread (a collector runs anywhere): what they leave is taken in on the training's.
+        self._left: SimpleQueue[mmap.mmap] = SimpleQueue()
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of the buffers that wait for a value."""
+        self._take_in()
         return sum(len(block) for block in self._idle)
+
+    def _take_in(self) -> None:
+        while not self._left.empty():
+            self._idle.append(self._left.get())
 
     def take(self, nbytes: int, phase: int) -> torch.UntypedStorage:
         """A storage of exactly `nbytes` whose address is `phase` bytes after the start of a page.
@@ -40,6 +48,7 @@ class Buffers:
         Direct I/O wants file offset and memory address aligned alike: a value that left from an address with a
         certain phase comes back to one with the same phase, and so needs no bounce buffer.
         """
+        self._take_in()
         need = nbytes + phase
         fits = (block for block in self._idle if need <= len(block) <= need * self._MOST_WASTE)
         block = min(fits, key=len, default=None)
@@ -58,16 +67,18 @@ class Buffers:
     def _done_with(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
         block = self._in_use.pop(storage, None)
         if block is not None:
-            self._idle.append(block)
+            self._left.put(block)
 
     def shed(self, nbytes: int) -> None:
         """Free idle buffers, those that waited longest first, until `nbytes` are free or none is left."""
+        self._take_in()
         while nbytes > 0 and self._idle:
             nbytes -= len(self._idle.popleft())
 
     def close(self) -> None:
         """Free what is idle, and keep nothing that is still in use."""
         self._in_use.clear()
+        self._take_in()
         self._idle.clear()
 
 
