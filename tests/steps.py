@@ -10,6 +10,10 @@ from typing import Any
 import torch
 
 import outgrow
+from outgrow.planning.plan import Plan, make_plan
+from outgrow.planning.policies import Policy
+from outgrow.planning.policies.prefetch import dropped_early
+from outgrow.planning.problem import Problem
 from outgrow.tracing.liveness import plain_profile
 
 
@@ -33,6 +37,24 @@ class Training:
 Make = Callable[[], Training]
 
 
+@dataclass(frozen=True)
+class RecomputeAll:
+    """Drops every value that has a recipe; what is left, the cache sends away."""
+
+    name: str = "recompute-all"
+
+    def plan(self, problem: Problem) -> Plan:
+        chosen = [
+            item
+            for item in problem.candidates
+            if problem.recipes.find(item.value) is not None and problem.first_tick_at(item.held) < item.first_unpack
+        ]
+        return make_plan(self.name, problem, (), dropped_early(problem, chosen))
+
+    def __str__(self) -> str:
+        return self.name
+
+
 def digest(models: Sequence[torch.nn.Module]) -> str:
     """A hash of all parameters and buffers."""
     total = hashlib.sha256()
@@ -53,7 +75,7 @@ def train_plain(make: Make, steps: int) -> Result:
 
 
 def train_in_session(
-    make: Make, steps: int, *, budget: int | str, policy: str = "auto", **options: Any
+    make: Make, steps: int, *, budget: int | str, policy: str | Policy = "auto", **options: Any
 ) -> tuple[Result, list[outgrow.Summary]]:
     """Train the same in a session; also the summary of each step."""
     torch.manual_seed(0)
@@ -94,7 +116,7 @@ def budget_for(make: Make, share: float, *, least_moved_bytes: int = 1) -> int:
     return int(max(plain_profile(trace).peak_bytes * share, least))
 
 
-def assert_equal_to_plain(make: Make, *, share: float = 0.6, policy: str = "auto", steps: int = 4) -> None:
+def assert_equal_to_plain(make: Make, *, share: float = 0.6, policy: str | Policy = "auto", steps: int = 4) -> None:
     """Train plain and in a session at a share of the plain peak: losses and state must be equal to the bit."""
     plain = train_plain(make, steps)
     budget = budget_for(make, share)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from steps import Make, Training, assert_equal_to_plain, budget_for, train_in_session, train_plain
+from outgrow.planning.policies import Policy
+from steps import Make, RecomputeAll, Training, assert_equal_to_plain, budget_for, train_in_session, train_plain
 
-POLICIES = ("auto", "lru", "vdnn-all", "vdnn-conv", "vdnn-dyn")
+POLICIES = ("auto", "lru", "vdnn-all", "vdnn-conv", "vdnn-dyn", RecomputeAll())
 
 
 def conv_net(*, inplace: bool = False, dropout: float = 0.0) -> nn.Module:
@@ -63,14 +64,14 @@ def supervised(
     return make
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_a_convolutional_network_trains_the_same_under_every_policy(policy: str, inplace: bool) -> None:
+def test_a_convolutional_network_trains_the_same_under_every_policy(policy: str | Policy, inplace: bool) -> None:
     assert_equal_to_plain(supervised(lambda: conv_net(inplace=inplace), momentum=0.9), policy=policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_dropout_draws_the_same_random_numbers(policy: str) -> None:
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_dropout_draws_the_same_random_numbers(policy: str | Policy) -> None:
     assert_equal_to_plain(supervised(lambda: conv_net(dropout=0.3), optimizer=torch.optim.AdamW), policy=policy)
 
 
@@ -151,8 +152,8 @@ class Views(nn.Module):
         return self.b(total) + strided.sum() + diagonal.mean()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_transposed_and_overlapping_views(policy: str) -> None:
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_transposed_and_overlapping_views(policy: str | Policy) -> None:
     assert_equal_to_plain(supervised(Views), policy=policy)
 
 
@@ -243,7 +244,7 @@ def test_retain_graph_runs_backward_twice() -> None:
 
         return Training([model], [opt], run)
 
-    for policy in ("lru", "vdnn-all"):
+    for policy in ("lru", "vdnn-all", RecomputeAll()):
         assert_equal_to_plain(make, policy=policy)
 
 
@@ -264,7 +265,7 @@ def test_create_graph_gradient_penalty() -> None:
 
         return Training([model], [opt], run)
 
-    for policy in ("lru", "vdnn-all"):
+    for policy in ("lru", "vdnn-all", RecomputeAll()):
         assert_equal_to_plain(make, policy=policy)
 
 
@@ -299,7 +300,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["lru", "vdnn-all"])
-def test_an_lstm(policy: str) -> None:
+def test_an_lstm(policy: str | Policy) -> None:
     assert_equal_to_plain(supervised(Recurrent), policy=policy)
 
 
@@ -325,7 +326,7 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["auto", "vdnn-all"])
-def test_a_branch_that_changes_from_step_to_step(policy: str) -> None:
+def test_a_branch_that_changes_from_step_to_step(policy: str | Policy) -> None:
     def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
         return model(x, k)
 
@@ -360,7 +361,7 @@ def test_a_gan_with_two_models_and_two_optimizers() -> None:
 
         return Training([maker, judge], opts, run)
 
-    for policy in ("lru", "vdnn-all"):
+    for policy in ("lru", "vdnn-all", RecomputeAll()):
         assert_equal_to_plain(make, policy=policy)
 
 
@@ -392,7 +393,7 @@ def test_a_write_that_autograd_does_not_see_is_seen_by_the_backward_pass_as_in_p
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10))
 
-    for policy in ("lru", "vdnn-all"):
+    for policy in ("lru", "vdnn-all", RecomputeAll()):
         assert_equal_to_plain(supervised(build, forward, shape=(64, 64)), policy=policy)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outgrow.networks import find
-from steps import Make, Training, budget_for, train_in_session, train_plain
+from steps import Make, RecomputeAll, Training, budget_for, train_in_session, train_plain
 
 # Name, input size, batch: small inputs, and small depths for the deepest. Every builder of the list is here.
 CASES = (
@@ -25,7 +25,7 @@ CASES = (
     ("vit-b16", 16, 2),
     ("gpt-2x64", 64, 2),
 )
-POLICIES = ("lru", "vdnn-all", "vdnn-conv", "vdnn-dyn")
+POLICIES = ("lru", "vdnn-all", "vdnn-conv", "vdnn-dyn", RecomputeAll())
 STEPS = 4
 
 

@@ -38,6 +38,7 @@ class Recipes:
         self._saved: set[int] = set()
         self._wanted_until: dict[int, int] = {}
         self._first_unpack: dict[int, int] = {}
+        self._found: dict[int, Recipe | None] = {}
         trace = problem.trace
         for saved in trace.saved:
             self._saved.add(saved.value)
@@ -48,6 +49,11 @@ class Recipes:
 
     def find(self, value: int) -> Recipe | None:
         """The recipe of a value, None if it has none."""
+        if value not in self._found:
+            self._found[value] = self._search(value)
+        return self._found[value]
+
+    def _search(self, value: int) -> Recipe | None:
         trace = self._problem.trace
         wanted = self._first_unpack.get(value)
         if wanted is None or trace.values[value].birth < 0:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from outgrow.planning.plan import Plan
 from outgrow.planning.problem import Problem
+from outgrow.planning.recipes import Recipe
 from outgrow.tracing.ir import Event
 from outgrow.tracing.liveness import average
 
@@ -221,9 +222,24 @@ class _Walk:
             self._let_go_at.setdefault(entry.held, []).append(value)
 
     def _rebuild(self, value: int) -> None:
-        """Run the recipe of a dropped value: its sources come first, each from wherever it is."""
-        recipe = self.problem.recipes.find(value)
-        assert recipe is not None, "only what has a recipe is dropped"
+        """Make a dropped value anew, after those of its sources that were dropped too, and theirs."""
+        waiting = [value]
+        while waiting:
+            recipe = self.problem.recipes.find(waiting[-1])
+            assert recipe is not None, "only what has a recipe is dropped"
+            gone = [
+                source
+                for source in recipe.sources
+                if not self._entries[source].resident and self._entries[source].dropped
+            ]
+            if not self._entries[waiting[-1]].dropped:
+                waiting.pop()
+            elif gone:
+                waiting += gone
+            else:
+                self._rebuild_one(waiting.pop(), recipe)
+
+    def _rebuild_one(self, value: int, recipe: Recipe) -> None:
         for source in recipe.sources:
             self._request(source)
             self._wait_until(self._entries[source].arrives)

@@ -145,18 +145,21 @@ class Pool:
 
     def drop(self, entry: Entry) -> None:
         """A saved tensor is gone; with the last one the value leaves the pool."""
-        entry.handles -= 1
-        if entry.handles > 0:
-            return
-        self._entries.pop((entry.serial, entry.version), None)
-        self._forget_place(entry)
-        if entry.reading is not None and not entry.reading.done:
-            assert entry.storage is not None
-            self._abandoned.append((entry.reading, entry.storage))
-        elif entry.slot is not None:
-            self._spill.release(entry.slot)
-        self._let_go(entry)
-        self._forget_recipe(entry)
+        falling = [entry]
+        while falling:  # with a dropped value go its sources, if nobody else wants them, and theirs
+            entry = falling.pop()
+            entry.handles -= 1
+            if entry.handles > 0:
+                continue
+            self._entries.pop((entry.serial, entry.version), None)
+            self._forget_place(entry)
+            if entry.reading is not None and not entry.reading.done:
+                assert entry.storage is not None
+                self._abandoned.append((entry.reading, entry.storage))
+            elif entry.slot is not None:
+                self._spill.release(entry.slot)
+            self._let_go(entry)
+            falling += self._sources_left(entry)
 
     def drop_for(self, entry: Entry, recipe: Recipe) -> None:
         """Let go of a value that `recipe` makes anew. What the recipe starts from stays until then."""
@@ -171,7 +174,24 @@ class Pool:
         return entry.storage is None or entry.slot is not None or entry.writing is not None
 
     def restore(self, entry: Entry) -> torch.UntypedStorage:
-        """Make a dropped value anew."""
+        """Make a dropped value anew, after those of its sources that were dropped too, and theirs."""
+        waiting = [entry]
+        while waiting:  # chains are as long as the network is deep
+            last = waiting[-1]
+            if last.storage is not None or self._find_again(last):
+                waiting.pop()
+                continue
+            assert last.recipe is not None
+            gone = [item for item in last.recipe.sources.values() if item.storage is None and item.slot is None]
+            gone = [item for item in gone if not self._find_again(item)]
+            if gone:
+                waiting.extend(gone)
+            else:
+                self._restore_one(waiting.pop())
+        assert entry.storage is not None
+        return entry.storage
+
+    def _restore_one(self, entry: Entry) -> None:
         storage = self._rebuild(entry)
         entry.storage = storage
         self._forget_place(entry)
@@ -180,14 +200,16 @@ class Pool:
         self._forget_recipe(entry)
         self._touch(entry)
         self._on_arrival(entry)
-        return storage
 
     def _forget_recipe(self, entry: Entry) -> None:
+        for source in self._sources_left(entry):
+            self.drop(source)
+
+    def _sources_left(self, entry: Entry) -> list[Entry]:
+        """Take the recipe off an entry; its sources are wanted once less."""
         recipe, entry.recipe = entry.recipe, None
         self.dropped.discard(entry)
-        if recipe is not None:
-            for source in recipe.sources.values():
-                self.drop(source)
+        return [] if recipe is None else list(recipe.sources.values())
 
     def make_way(self, spill_bytes: int) -> bool:
         """Whether a plan may now put its values into the first `spill_bytes` of the file.
