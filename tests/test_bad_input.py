@@ -500,3 +500,34 @@ def test_what_was_saved_is_read_back_the_same(plan: outgrow.Plan, tmp_path: Path
     loaded.save(again)
     assert again.read_bytes() == path.read_bytes()
     assert loaded == (plan if kind is outgrow.Plan else plan.problem.trace)
+
+
+# --- what is no model, no optimizer, no step ---
+
+
+def test_what_is_no_model_or_no_optimizer_is_refused(training: Training) -> None:
+    with pytest.raises(SessionError, match="model is function"):
+        outgrow.Session(lambda x: x, budget="1GiB")  # type: ignore[arg-type]
+    with pytest.raises(SessionError, match="optimizer is Parameter"):
+        outgrow.Session(training.model, training.model.parameters(), budget="1GiB")  # type: ignore[arg-type]
+    with pytest.raises(SessionError, match="lazy"):
+        outgrow.Session(nn.LazyLinear(3), budget="1GiB")
+    with pytest.raises(SessionError, match="least_moved_bytes"):
+        training.session(least_moved_bytes=0)
+
+
+def test_a_step_that_cannot_begin_leaves_the_session_as_it_was(training: Training) -> None:
+    with training.session() as session:
+        with (
+            torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+            pytest.raises(RuntimeError, match="not here"),
+            session.step(),
+        ):
+            pass
+        assert not any(module._forward_hooks for module in training.model.modules())
+        training.steps(session, range(2))
+
+
+def test_two_sessions_may_not_share_parameters(training: Training) -> None:
+    with training.session(), pytest.raises(SessionError, match="another session"):
+        outgrow.Session(nn.Sequential(training.model), budget="1GiB")

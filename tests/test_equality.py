@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
+from outgrow.planning.policies.vdnn import VdnnAll
+from outgrow.planning.problem import Problem
 from steps import Make, RecomputeAll, Training, assert_equal_to_plain, budget_for, train_in_session, train_plain
 
 POLICIES = ("auto", "lru", "vdnn-all", "vdnn-conv", "vdnn-dyn", RecomputeAll())
@@ -433,3 +437,66 @@ def test_backward_after_the_step_context_and_after_close() -> None:
 
     plain = losses(None)
     assert all(torch.equal(a, b) for a, b in zip(plain, losses(4 << 20), strict=True))
+
+
+# --- steps that are not what they were ---
+
+
+class TailOfLarger(nn.Module):
+    """Saves windows of one size on storages whose size may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+        self.times = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = len(x)
+        for layer in self.layers:
+            larger = torch.cat([x.new_zeros((self.times - 1) * rows, 64), x])
+            x = torch.tanh(layer(larger[-rows:]))
+        return x
+
+
+def test_windows_of_the_same_size_on_storages_that_grew() -> None:
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        assert isinstance(model, TailOfLarger)
+        model.times = 1 if k < 3 else 3
+        return model(x).pow(2).mean()
+
+    make = supervised(TailOfLarger, forward, shape=(64, 64))
+    ours, _ = train_in_session(make, 6, budget="1GiB", policy="vdnn-all")
+    assert ours == train_plain(make, 6)
+
+
+class OnTopOfEachOther:
+    """A policy that puts all values into one place of the file."""
+
+    name = "careless"
+
+    def plan(self, problem: Problem) -> Plan:
+        plan = VdnnAll().plan(problem)
+        return replace(plan, offloads=tuple(replace(item, offset=0) for item in plan.offloads))
+
+
+def test_places_in_the_file_are_not_taken_from_a_policy() -> None:
+    make = supervised(conv_net)
+    ours, summaries = train_in_session(make, 4, budget="1GiB", policy=OnTopOfEachOther())
+    assert ours == train_plain(make, 4)
+    assert summaries[-1].offloaded_bytes > 0
+
+
+def test_a_strided_nested_tensor_passes_through() -> None:
+    def make() -> Training:
+        model = nn.Linear(4, 4)
+
+        def run(k: int) -> torch.Tensor:
+            nested = torch.nested.as_nested_tensor([model(torch.ones(n, 4)) for n in (2, 3)])
+            loss = nested.sin().to_padded_tensor(0.0).sum()
+            loss.backward()
+            return loss.detach()
+
+        return Training([model], [], run)
+
+    ours, _ = train_in_session(make, 3, budget="1GiB", policy="lru")
+    assert ours == train_plain(make, 3)
