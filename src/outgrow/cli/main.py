@@ -156,7 +156,7 @@ def _use_huge_pages() -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for a mistake in the input, 130 for Ctrl-C.
+    """Run the command line and return its exit code: 0, 2 for any error of Outgrow or in the input, 130 for Ctrl-C.
 
     Args:
         arguments: without the program's name; None takes them from `sys.argv`.
