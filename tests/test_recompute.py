@@ -153,6 +153,21 @@ def test_a_parameter_that_changes_before_the_backward_pass_does_not_change_what_
     assert summary.recomputed_bytes > 0
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_what_a_recipe_starts_from_may_be_written_to_from_some_step_on(early: bool) -> None:
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        for number, layer in enumerate(model):
+            before, x = x, layer(x)
+            if number == 2:
+                source = before  # saved by batch norm; the recipe of what follows starts from it
+            if k >= 3 and number == (3 if early else 9):
+                source.data.mul_(0.5)
+        return x
+
+    summary = assert_same_as_plain(forward)
+    assert summary.recomputed_bytes > 0
+
+
 def test_a_batch_norm_in_training_updates_its_statistics_once() -> None:
     plain, ours = network(), network()
     train(plain, straight, None)

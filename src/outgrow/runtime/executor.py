@@ -320,7 +320,9 @@ class Executor:
     def _drop(self, entry: Entry, value: int) -> None:
         """Let go of a value, if its recipe makes the very same bits."""
         contents = self._contents.get(entry)
-        if contents is None or value in self._verdicts.bad or self._pool.has_safe_copy(entry):
+        if contents is None or self._entry_at.get(contents) is not entry:  # written to since it was saved
+            return
+        if value in self._verdicts.bad or self._pool.has_safe_copy(entry):
             return
         recipe = self._cookbook.compile(contents, self._entry_at.get)
         if recipe is None or (value not in self._verdicts.good and not self._verify(entry, value, recipe)):
@@ -411,7 +413,7 @@ class Executor:
             for entry in [
                 entry
                 for entry in self._pool.dropped
-                if entry.recipe is not None and record.serial in entry.recipe.leaves()
+                if entry.recipe is not None and record.serial in entry.recipe.leaves
             ]:
                 if entry.recipe is not None:  # not made anew on behalf of another one
                     self._pool.restore(entry)
@@ -454,6 +456,7 @@ class Executor:
                     self._save_readers_of(written)
             for record in written:
                 self._pool.written(record)
+                self._entry_at.pop(contents_of(record), None)
         before = self._ledger.live_bytes
         started = time.perf_counter()
         result, rise = self._call(func, facts, args, kwargs, need)

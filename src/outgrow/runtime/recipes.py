@@ -76,20 +76,19 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Calls that make `target`, in order, and the entries that they start from."""
+    """Calls that make `target`, in order, and the entries that they start from.
+
+    `leaves` are the serial numbers of the storages that must not be written to before the recipe is used.
+    """
 
     target: Contents
     calls: tuple[Call, ...]
     sources: Mapping[Contents, Entry]
+    leaves: frozenset[int]
 
     def states_are_as_they_were(self) -> bool:
         """Whether the training state that it reads is still what the step read."""
         return all(state.is_as_it_was() for call in self.calls for state in call.states)
-
-    def leaves(self) -> set[int]:
-        """Serial numbers of the storages that must not be written to before the recipe is used."""
-        states = {state.serial for call in self.calls for state in call.states if state.is_read}
-        return states | {serial for serial, _ in self.sources}
 
 
 class Cookbook:
@@ -185,7 +184,10 @@ class Cookbook:
             order.append(call)  # after all that it reads
             return True
 
-        return Recipe(target, tuple(order), sources) if ask(target) else None
+        if not ask(target):
+            return None
+        states = {state.serial for call in order for state in call.states if state.is_read}
+        return Recipe(target, tuple(order), sources, frozenset(states | {serial for serial, _ in sources}))
 
 
 class _NoWindow(Exception):
