@@ -12,7 +12,7 @@ import torch
 import outgrow
 from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.policies import Policy
-from outgrow.planning.policies.prefetch import dropped_early
+from outgrow.planning.policies.prefetch import dropped_early, may_be_dropped
 from outgrow.planning.problem import Problem
 from outgrow.tracing.liveness import plain_profile
 
@@ -44,11 +44,7 @@ class RecomputeAll:
     name: str = "recompute-all"
 
     def plan(self, problem: Problem) -> Plan:
-        chosen = [
-            item
-            for item in problem.candidates
-            if problem.recipes.find(item.value) is not None and problem.first_tick_at(item.held) < item.first_unpack
-        ]
+        chosen = [item for item in problem.candidates if may_be_dropped(problem, item)]
         return make_plan(self.name, problem, (), dropped_early(problem, chosen))
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from outgrow.planning.policies.vdnn import VdnnAll
 from outgrow.planning.problem import Problem
 from steps import Make, RecomputeAll, Training, assert_equal_to_plain, budget_for, train_in_session, train_plain
 
-POLICIES = ("auto", "lru", "vdnn-all", "vdnn-conv", "vdnn-dyn", RecomputeAll())
+POLICIES = ("auto", "lru", "vdnn-all", "vdnn-conv", "vdnn-dyn", "checkpoint", RecomputeAll())
 
 
 def conv_net(*, inplace: bool = False, dropout: float = 0.0) -> nn.Module:
@@ -486,6 +486,7 @@ def test_places_in_the_file_are_not_taken_from_a_policy() -> None:
     assert summaries[-1].offloaded_bytes > 0
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_strided_nested_tensor_passes_through() -> None:
     def make() -> Training:
         model = nn.Linear(4, 4)

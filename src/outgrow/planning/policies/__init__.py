@@ -7,6 +7,7 @@ import difflib
 from outgrow.errors import UnknownPolicy
 from outgrow.planning.policies.auto import Auto
 from outgrow.planning.policies.cache import Keep, Lru
+from outgrow.planning.policies.checkpoint import Checkpoint
 from outgrow.planning.policies.policy import Policy
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
 
@@ -33,4 +34,4 @@ def find(name: str) -> Policy:
 
 
 def _all() -> tuple[Policy, ...]:
-    return (Auto(), Keep(), Lru(), VdnnAll(), VdnnConv(), VdnnDyn())
+    return (Auto(), Keep(), Lru(), VdnnAll(), VdnnConv(), VdnnDyn(), Checkpoint())

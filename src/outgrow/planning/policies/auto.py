@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.policies.cache import Keep, Lru
-from outgrow.planning.policies.prefetch import dropped_early, with_prefetch
+from outgrow.planning.policies.checkpoint import Checkpoint
+from outgrow.planning.policies.prefetch import dropped_early, may_be_dropped, with_prefetch
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
 from outgrow.planning.problem import Candidate, Problem
 
@@ -35,7 +36,7 @@ class Auto:
         total = sum(item.nbytes for item in cheap)
         shares = _RECOMPUTED_SHARES if cheap else (0.0,)
         tried = [_just_enough(problem, _run_of(cheap, share * total)) for share in shares]
-        tried += [policy.plan(problem) for policy in (Lru(), VdnnConv(), VdnnAll(), VdnnDyn())]
+        tried += [policy.plan(problem) for policy in (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), Checkpoint())]
         return _renamed(min(tried, key=_rank))
 
 
@@ -44,7 +45,7 @@ def _cheapest_first(problem: Problem) -> list[Candidate]:
     priced: list[tuple[float, Candidate]] = []
     for item in problem.candidates:
         recipe = problem.recipes.find(item.value)
-        if recipe is None or problem.first_tick_at(item.held) >= item.first_unpack:
+        if recipe is None or not may_be_dropped(problem, item):
             continue
         copies = problem.hardware.copy_out_seconds(item.nbytes) + problem.hardware.copy_in_seconds(item.nbytes)
         if recipe.seconds <= _MOST_OF_A_COPY * copies:

@@ -45,6 +45,11 @@ def with_prefetch(
     )
 
 
+def may_be_dropped(problem: Problem, item: Candidate) -> bool:
+    """Whether a recipe makes the value anew, and dropping it frees memory before it is wanted back."""
+    return problem.recipes.find(item.value) is not None and problem.first_tick_at(item.held) < item.first_unpack
+
+
 def dropped_early(problem: Problem, chosen: Sequence[Candidate]) -> tuple[Recompute, ...]:
     """Drop each of `chosen` as soon as nothing but autograd holds it."""
     last = len(problem.trace.ticks) - 1
