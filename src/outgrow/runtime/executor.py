@@ -7,6 +7,7 @@ asked for is there, and an op that does not fit sends the least recently used aw
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections import deque
@@ -549,8 +550,12 @@ def _run_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 def _run_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
     """Run an op on a thread of its own, which may start more."""
-    # Where there is no room for their stacks, OpenMP ends the process; this raises an error that we can mend.
-    torch.empty(_STACK_BYTES * torch.get_num_threads(), dtype=torch.uint8)
+    # Where there is no room for their stacks, OpenMP ends the process; this raises an error that we can mend. Stacks
+    # are mapped: a hole in the heap, which a tensor might find, would be no proof.
+    try:
+        mmap.mmap(-1, _STACK_BYTES * torch.get_num_threads()).close()
+    except OSError as error:
+        raise MemoryError("can't allocate memory for the stacks of threads") from error
 
     def run() -> tuple[Any, int | None]:
         torch.get_num_threads()  # makes the new thread use as many as this one: kernels are built for a number

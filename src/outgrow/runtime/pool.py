@@ -511,12 +511,14 @@ class Pool:
         entry.slot = None
 
 
-# What the CPU allocator says, what C++ does, and what oneDNN makes of either when it builds a kernel.
+# What the CPU allocator says, what C++ does, what oneDNN makes of either when it builds a kernel, and what Python
+# says where there is no room for a stack.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "std::bad_alloc",
     "could not create a primitive",
     "could not create a memory",
+    "can't start new thread",
 )
 
 
