@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import outgrow
 from outgrow.planning.problem import Problem
-from outgrow.runtime import executor as executor_module
+from outgrow.runtime import recompute as recompute_module
 from outgrow.runtime.recipes import Recipe
 from steps import RecomputeAll, digest
 
@@ -85,7 +85,7 @@ def test_the_predicted_peak_and_bytes_of_a_recomputing_step_are_those_measured()
 
 
 def test_a_recipe_that_gives_other_bits_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    really_replay = executor_module.replay
+    really_replay = recompute_module.replay
     spoilt = 0
 
     def replay_wrongly(recipe: Recipe, *rest: Any) -> torch.UntypedStorage:
@@ -95,7 +95,7 @@ def test_a_recipe_that_gives_other_bits_is_never_used(monkeypatch: pytest.Monkey
         storage[0] = storage[0] ^ 1
         return storage
 
-    monkeypatch.setattr(executor_module, "replay", replay_wrongly)
+    monkeypatch.setattr(recompute_module, "replay", replay_wrongly)
     summary = assert_same_as_plain(straight)
     assert spoilt > 0
     assert summary.recomputed_bytes == 0

@@ -24,8 +24,9 @@ from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
 from outgrow.runtime.copies.cpu import CpuCopies
-from outgrow.runtime.executor import Executor, StepOutcome, Verdicts
+from outgrow.runtime.executor import Executor, StepOutcome
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
+from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.heap import ResidentSet
 from outgrow.summary import Summary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from outgrow.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from outgrow.planning.simulate import Prediction
 
-FORMAT = "outgrow-plan-1"
+FORMAT = "outgrow-plan-2"
 
 
 class Decision(StrEnum):
@@ -28,6 +28,17 @@ class Decision(StrEnum):
     KEEP = "keep"
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
+
+
+class Replay(StrEnum):
+    """What becomes of a value that was made anew as the source of another (SuperNeurons, section 3.4).
+
+    `SPEED`: it stays until its own use, so that each op of a segment is run again once. `MEMORY`: it goes at once and
+    is made anew for its own use, so that a segment never holds more than two of its values.
+    """
+
+    SPEED = "speed"
+    MEMORY = "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +68,32 @@ class Recompute:
     Attributes:
         value: its number in the trace.
         drop_tick: the tick at which the pool lets go of it.
+        replay: what becomes of it when it was made anew for another value's sake.
     """
 
     value: int
     drop_tick: int
+    replay: Replay = Replay.SPEED
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """One value leaves the device and comes back although the program still holds it: a long skip.
+
+    Between two uses nobody looks at it: U-Net's skips on their way down and up, a gradient that waits for its other
+    half. Its storage stays where it is and is empty meanwhile.
+
+    Attributes:
+        value: its number in the trace; it need not be a saved one.
+        out_tick: the tick at which the copy out starts; the memory goes when the copy is done.
+        in_tick: the tick at which the copy back starts; -1 waits until an op wants it.
+        offset: where it lies in the spill file, in bytes.
+    """
+
+    value: int
+    out_tick: int
+    in_tick: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +101,8 @@ class Plan:
     """Decisions for one step under one budget; every saved value that is not named is kept.
 
     `evicts` says that the pool may also send away what the plan keeps, least recently used first, when memory
-    runs short (SuperNeurons' tensor cache, section 3.3.2).
+    runs short (SuperNeurons' tensor cache, section 3.3.2). `reuses` are the ops, by
+    number, that write their result over an input that dies with them (Layrub's intra-layer reuse).
     """
 
     policy: str
@@ -77,6 +111,8 @@ class Plan:
     evicts: bool
     spill_bytes: int
     recomputes: tuple[Recompute, ...] = ()
+    parks: tuple[Park, ...] = ()
+    reuses: tuple[int, ...] = ()
 
     @property
     def budget_bytes(self) -> int:
@@ -116,7 +152,15 @@ class Plan:
 
     def laid_out(self) -> Plan:
         """The same plan with each value in a place of its own in the file, whatever places it came with."""
-        return make_plan(self.policy, self.problem, self.offloads, self.recomputes, evicts=self.evicts)
+        return make_plan(
+            self.policy,
+            self.problem,
+            self.offloads,
+            self.recomputes,
+            parks=self.parks,
+            reuses=self.reuses,
+            evicts=self.evicts,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, with its trace and device, so that it can be simulated anywhere."""
@@ -130,6 +174,8 @@ class Plan:
             "spill_bytes": self.spill_bytes,
             "offloads": [asdict(offload) for offload in self.offloads],
             "recomputes": [asdict(item) for item in self.recomputes],
+            "parks": [asdict(item) for item in self.parks],
+            "reuses": list(self.reuses),
             "hardware": self.problem.hardware.to_document(),
             "trace": self.problem.trace.to_document(),
         }
@@ -159,16 +205,23 @@ class Plan:
                 offloads=tuple(Offload(**item) for item in document["offloads"]),
                 evicts=bool(document["evicts"]),
                 spill_bytes=int(document["spill_bytes"]),
-                recomputes=tuple(Recompute(**item) for item in document["recomputes"]),
+                recomputes=tuple(_recompute(item) for item in document["recomputes"]),
+                parks=tuple(Park(**item) for item in document["parks"]),
+                reuses=tuple(document["reuses"]),
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, TraceMismatch):
                 raise
             raise TraceMismatch(f"{path} is not a plan that Outgrow wrote: {error!r}") from error
         for item in plan.offloads:
-            plan._check(item, path)
+            plan._check_moves(item.value, (item.out_tick, item.release_tick, item.in_tick), path)
+        for parked in plan.parks:
+            plan._check_moves(parked.value, (parked.out_tick, parked.in_tick), path)
         for dropped in plan.recomputes:
             plan._check_recompute(dropped, path)
+        ops = len(plan.problem.trace.ops)
+        if not all(type(op) is int and 0 <= op < ops for op in plan.reuses):
+            raise TraceMismatch(f"{path} names ops that its trace does not have")
         return plan.laid_out()
 
     def _check_recompute(self, item: Recompute, path: str | Path) -> None:
@@ -184,20 +237,16 @@ class Plan:
         if not good:
             raise TraceMismatch(f"{path} drops value {item.value!r}, which its trace cannot make anew")
 
-    def _check(self, item: Offload, path: str | Path) -> None:
-        """A file from somebody else may name any value, moment or place."""
+    def _check_moves(self, value: int, moments: tuple[int, ...], path: str | Path) -> None:
+        """A file from somebody else may name any value or moment; places in the file are given out anew."""
         trace = self.problem.trace
-        moments = (item.out_tick, item.release_tick, item.in_tick)
         good = (
-            all(type(number) is int for number in (item.value, item.offset, *moments))
-            and 0 <= item.value < len(trace.values)
+            all(type(number) is int for number in (value, *moments))
+            and 0 <= value < len(trace.values)
             and all(-1 <= moment < len(trace.ticks) for moment in moments)
-            and item.offset >= 0
-            and item.offset % SLOT_ALIGNMENT == 0
-            and item.offset + slot_bytes(trace.values[item.value].nbytes) <= self.spill_bytes
         )
         if not good:
-            raise TraceMismatch(f"{path} moves value {item.value!r} in a way that its trace does not allow")
+            raise TraceMismatch(f"{path} moves value {value!r} in a way that its trace does not allow")
 
     def __str__(self) -> str:
         prediction = self.prediction
@@ -228,27 +277,34 @@ def make_plan(
     offloads: tuple[Offload, ...],
     recomputes: tuple[Recompute, ...] = (),
     *,
+    parks: tuple[Park, ...] = (),
+    reuses: tuple[int, ...] = (),
     evicts: bool = True,
 ) -> Plan:
-    """A plan with the values laid out in the spill file: those whose stays overlap lie side by side."""
-    placed, spill_bytes = _lay_out(problem, offloads)
+    """A plan with each value in a place of its own in the spill file.
+
+    Stays in the file nest almost perfectly (first out is last back), so sharing places between values would save
+    little room; distinct places make every rewrite of a step land on blocks that exist already.
+    """
+    places: dict[int, int] = {}
+    end = 0
+    for value in dict.fromkeys([item.value for item in offloads] + [item.value for item in parks]):
+        places[value] = end
+        end += slot_bytes(problem.trace.values[value].nbytes)
     return Plan(
-        policy=policy, problem=problem, offloads=placed, evicts=evicts, spill_bytes=spill_bytes, recomputes=recomputes
+        policy=policy,
+        problem=problem,
+        offloads=tuple(replace(item, offset=places[item.value]) for item in offloads),
+        evicts=evicts,
+        spill_bytes=end,
+        recomputes=recomputes,
+        parks=tuple(replace(item, offset=places[item.value]) for item in parks),
+        reuses=reuses,
     )
 
 
-def _lay_out(problem: Problem, offloads: tuple[Offload, ...]) -> tuple[tuple[Offload, ...], int]:
-    """Give each value its own place in the file.
-
-    Stays in the file nest almost perfectly (first out is last back), so sharing places between values would
-    save little room; distinct places make every rewrite of a step land on blocks that exist already.
-    """
-    end = 0
-    placed: list[Offload] = []
-    for item in offloads:
-        placed.append(Offload(item.value, item.out_tick, item.release_tick, item.in_tick, end))
-        end += slot_bytes(problem.trace.values[item.value].nbytes)
-    return tuple(placed), end
+def _recompute(document: Mapping[str, Any]) -> Recompute:
+    return Recompute(document["value"], document["drop_tick"], Replay(document["replay"]))
 
 
 SLOT_ALIGNMENT = 4096

@@ -14,19 +14,18 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outgrow.errors import OutgrowError, TraceMismatch
 from outgrow.planning.plan import Plan
 from outgrow.runtime.care import Need, OpNeeds
 from outgrow.runtime.handles import Handle
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
-from outgrow.runtime.recipes import Contents, Cookbook, Recipe, contents_by_storage, contents_of, replay
+from outgrow.runtime.recompute import Recomputer, Verdicts
 from outgrow.runtime.tiers.heap import ResidentSet
 from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
@@ -71,14 +70,6 @@ class StepOutcome:
     packs: tuple[int, ...]
 
 
-@dataclass
-class Verdicts:
-    """What became of a plan's recipes: values whose recipes gave the very same bits, and those whose did not."""
-
-    good: set[int] = field(default_factory=set)
-    bad: set[int] = field(default_factory=set)
-
-
 class Executor:
     """The hooks and the mode of a session, and the state of the step that runs."""
 
@@ -100,7 +91,7 @@ class Executor:
         self._table = OpTable()
         self._nothing = torch.empty(0)
         self._kinds: Mapping[int, Kind] = {}
-        self._verdicts = Verdicts()
+        self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again)
         self._recorder: Recorder | None = None
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
@@ -127,9 +118,8 @@ class Executor:
         self._thread = threading.get_ident()
         self._ledger.work_here()
         self._kinds = kinds
-        self._verdicts = verdicts
         self._recorder = recorder
-        self._reset(plan)
+        self._reset(plan, verdicts)
         self._epoch += 1
         self._watched = watch
         self._modes = _len_torch_dispatch_stack()
@@ -142,6 +132,7 @@ class Executor:
                 stack.enter_context(_Watch(self, self._table))
             self._stack = stack.pop_all()
         self._started = self._left_at = time.perf_counter()
+        self._left_lost = 0.0
 
     def end(self) -> StepOutcome:
         """Take hooks and mode off and say what was measured."""
@@ -155,10 +146,10 @@ class Executor:
             peak_bytes=self._peak,
             seconds=seconds,
             stall_seconds=self._pool.stall_seconds,
-            recompute_seconds=self._recompute_seconds,
+            recompute_seconds=self._recomputer.seconds,
             planned_bytes=self._pool.planned_bytes,
             evicted_bytes=self._pool.evicted_bytes,
-            recomputed_bytes=self._recomputed_bytes,
+            recomputed_bytes=self._recomputer.nbytes,
             saved_bytes=self._saved_bytes,
             oom_retries=self._pool.faults,
             fault_level=self._pool.fault_level,
@@ -170,28 +161,21 @@ class Executor:
         self._reset(None)
         return outcome
 
-    def _reset(self, plan: Plan | None) -> None:
+    def _reset(self, plan: Plan | None, verdicts: Verdicts | None = None) -> None:
         self._tick = 0
         self._packs: list[int] = []
         self._numbers = 0
-        self._saved_bytes = self._recomputed_bytes = 0
-        self._recompute_seconds = 0.0
+        self._saved_bytes = 0
         self._op = 0
         self._blind = False
         self._peak = 0
         self._watched = False
         self._where = ""
         self._deferred: deque[Entry] = deque()
-        self._follow(plan)
-
-    def _follow(self, plan: Plan | None) -> None:
         self._plan = plan
         self._entry_of: dict[int, Entry] = {}
         self._actions = _actions(plan) if plan is not None else {}
-        self._entry_at: dict[Contents, Entry] = {}
-        self._contents: dict[Entry, Contents] = {}
-        self._cookbook = Cookbook(self._ledger, self._kinds)
-        self._wanted_ops = _ops_of_recipes(plan) if plan is not None else {}
+        self._recomputer.begin(plan, self._kinds, verdicts or Verdicts())
 
     # --- the clock ---
 
@@ -216,10 +200,7 @@ class Executor:
                     entry.epoch, entry.saved_index = self._epoch, handle.recorded
                     self._saved_bytes += entry.nbytes
                 handle.enter(entry, self._nothing)
-                if self._wanted_ops:
-                    contents = contents_of(record)
-                    self._entry_at[contents] = entry
-                    self._contents[entry] = contents
+                self._recomputer.packed(record, entry)
             self._packs.append(handle.nbytes)
             if not self._watched and handle.number % _PACKS_PER_LOOK == 0:
                 self._resident.make_room(0)
@@ -295,7 +276,7 @@ class Executor:
             if action == "out":
                 self._pool.start_out(target, offset)
             elif action == "drop":
-                self._drop(target, value)
+                self._recomputer.drop(target, value)
             elif action == "release":
                 self._pool.wait_out(target)
             else:
@@ -316,63 +297,12 @@ class Executor:
         born = sum(trace.values[index].nbytes for index in following.outputs if trace.values[index].version == 0)
         return born + following.workspace_bytes
 
-    # --- recompute ---
-
-    def _drop(self, entry: Entry, value: int) -> None:
-        """Let go of a value, if its recipe makes the very same bits."""
-        contents = self._contents.get(entry)
-        if contents is None or self._entry_at.get(contents) is not entry:  # written to since it was saved
-            return
-        if value in self._verdicts.bad or self._pool.has_safe_copy(entry):
-            return
-        recipe = self._cookbook.compile(contents, self._entry_at.get)
-        if recipe is None or (value not in self._verdicts.good and not self._verify(entry, value, recipe)):
-            return
-        self._pool.drop_for(entry, recipe)
-
-    def _verify(self, entry: Entry, value: int, recipe: Recipe) -> bool:
-        """The true value is still there: make it anew and compare, once for each plan."""
-        true = entry.storage
-        assert true is not None
-        try:
-            made = self._replay(recipe)
-        except OutgrowError:  # no room to try: try again in the next step
-            return False
-        same = made.nbytes() == true.nbytes() and torch.equal(_bytes_of(made), _bytes_of(true))
-        (self._verdicts.good if same else self._verdicts.bad).add(value)
-        return same
-
     def rebuild(self, entry: Entry) -> torch.UntypedStorage:
-        """Make a dropped value anew; the pool asks for it.
-
-        Raises:
-            RuntimeError: a parameter that the recipe reads was changed since.
-        """
-        recipe = entry.recipe
-        assert recipe is not None
-        if not recipe.states_are_as_they_were():
-            raise TraceMismatch(
-                "a parameter or buffer was changed between the forward and the backward pass in a way that PyTorch"
-                " does not show: train this model with a policy that does not recompute, such as policy='lru'"
-            )
-        storage = self._replay(recipe)
-        self._recomputed_bytes += entry.nbytes
-        return storage
-
-    def _replay(self, recipe: Recipe) -> torch.UntypedStorage:
-        started, inner = time.perf_counter(), self._recompute_seconds
-        with (
-            torch.no_grad(),
-            torch._C._DisableTorchDispatch(),
-            torch._C._DisableAutocast(),
-            torch._C._AutoDispatchBelowAutograd(),
-        ):
-            storage = replay(recipe, self._fetch, self._run_again)
-        self._left_at = time.perf_counter()
-        self._recompute_seconds = inner + self._left_at - started  # sources that were dropped too are in there
-        return storage
+        """Make a dropped value anew; the pool asks for it."""
+        return self._recomputer.rebuild(entry)
 
     def _fetch(self, entry: Entry) -> torch.UntypedStorage:
+        """A source of a recipe."""
         storage = self._pool.request(entry, self._make_room)
         self._pool.wait_in(entry)
         return storage
@@ -408,17 +338,6 @@ class Executor:
         if need.likely_bytes >= _LARGE_RISE_BYTES:
             self._resident.make_room(need.likely_bytes)
 
-    def _save_readers_of(self, written: list[StorageRecord]) -> None:
-        """Somebody is about to write to what recipes start from: make their values anew before that."""
-        for record in written:
-            for entry in [
-                entry
-                for entry in self._pool.dropped
-                if entry.recipe is not None and record.serial in entry.recipe.leaves
-            ]:
-                if entry.recipe is not None:  # not made anew on behalf of another one
-                    self._pool.restore(entry)
-
     # --- leaving the plan ---
 
     def _depart(self) -> None:
@@ -438,26 +357,23 @@ class Executor:
 
     def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op inside the pool's care."""
-        entered = time.perf_counter()
+        # The program's own time since the last op; what our copies and recipes took is no cost of the step.
+        own = max(0.0, time.perf_counter() - self._left_at - (self._lost_seconds - self._left_lost))
         inputs = tensors_in(args, kwargs)
         see = self._ledger.see
         for tensor in inputs:
             see(tensor)
-        wanted = self._wanted_ops.get(self._op) == facts.name
+        contents = self._recomputer.contents_before(self._op, facts, inputs)
         self._op += 1
-        contents = contents_by_storage(self._ledger, inputs) if wanted else {}
         signature, need = self._needs.before(func, facts, args, kwargs)
         self._prepare(facts, need)
         written: list[StorageRecord] = []
         if facts.writes:
             records = (see(tensor) for tensor in written_tensors(facts, args, kwargs))
             written = [record for record in records if record is not None]
-            if self._pool.dropped:
-                with torch._C._DisableTorchDispatch():
-                    self._save_readers_of(written)
+            self._recomputer.before_write(written)
             for record in written:
                 self._pool.written(record)
-                self._entry_at.pop(contents_of(record), None)
         before = self._ledger.live_bytes
         started = time.perf_counter()
         result, rise = self._call(func, facts, args, kwargs, need)
@@ -468,9 +384,8 @@ class Executor:
             see(tensor)
         for record in written:
             record.writes += 1
-        if wanted:
-            with torch._C._DisableTorchDispatch():
-                self._cookbook.take_down(func, facts, args, kwargs, contents, result)
+        if contents is not None:
+            self._recomputer.take_down(func, facts, args, kwargs, contents, result)
         self._peak = max(self._peak, before + rise, self._ledger.live_bytes)
         if self._recorder is not None:
             self._recorder.op(
@@ -482,10 +397,15 @@ class Executor:
                 outputs,
                 result,
                 rise_bytes=rise,
-                seconds=seconds + (entered - self._left_at),
+                seconds=seconds + own,
             )
-        self._left_at = time.perf_counter()
+        self._left_at, self._left_lost = time.perf_counter(), self._lost_seconds
         return result
+
+    @property
+    def _lost_seconds(self) -> float:
+        """Time that this step would not have taken in plain PyTorch."""
+        return self._pool.stall_seconds + self._recomputer.seconds
 
     def pass_view(self) -> None:
         """A view was made: an op of the trace, which needs no care."""
@@ -587,10 +507,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
 def _actions(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
     """(what, value, offset in the file) by tick."""
     table: dict[int, list[tuple[str, int, int]]] = {}
@@ -603,10 +519,3 @@ def _actions(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
         if item.in_tick >= 0:
             table.setdefault(item.in_tick, []).append(("in", item.value, item.offset))
     return table
-
-
-def _ops_of_recipes(plan: Plan) -> dict[int, str]:
-    """The ops that recipes run again, with their names."""
-    ops = plan.problem.trace.ops
-    recipes = (plan.problem.recipes.find(item.value) for item in plan.recomputes)
-    return {number: ops[number].name for recipe in recipes if recipe is not None for number in recipe.ops}

@@ -8,6 +8,7 @@ the longest for one copy out and one copy in; the shortest run of them that fits
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.policies.cache import Keep, Lru
@@ -97,4 +98,4 @@ def _rank(plan: Plan) -> tuple[bool, int, int]:
 
 
 def _renamed(plan: Plan) -> Plan:
-    return make_plan("auto", plan.problem, plan.offloads, plan.recomputes)
+    return replace(plan, policy="auto", evicts=True)

@@ -1,0 +1,175 @@
+"""Recompute in a live step: which ops are taken down, which values may be dropped, and how they are made anew.
+
+The executor shows it each op and each saved tensor; the pool asks it for values that were dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outgrow.errors import OutgrowError, TraceMismatch
+from outgrow.planning.plan import Plan
+from outgrow.runtime.pool import Entry, Pool
+from outgrow.runtime.recipes import Contents, Cookbook, Recipe, contents_by_storage, contents_of, replay
+from outgrow.tracing.ir import Kind
+from outgrow.tracing.ledger import Ledger, StorageRecord
+from outgrow.tracing.ops import OpFacts
+
+
+@dataclass
+class Verdicts:
+    """What became of a plan's recipes: values whose recipes gave the very same bits, and those whose did not."""
+
+    good: set[int] = field(default_factory=set)
+    bad: set[int] = field(default_factory=set)
+
+
+class Recomputer:
+    """The recompute half of an executor.
+
+    Attributes:
+        seconds: time spent on making values anew in this step.
+        nbytes: bytes of the values that were made anew in this step.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        pool: Pool,
+        fetch: Callable[[Entry], torch.UntypedStorage],
+        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+    ) -> None:
+        """`fetch` brings a source to the device, `run` runs one op inside the budget."""
+        self._ledger = ledger
+        self._pool = pool
+        self._fetch = fetch
+        self._run = run
+        self.begin(None, {}, Verdicts())
+
+    def begin(self, plan: Plan | None, kinds: Mapping[int, Kind], verdicts: Verdicts) -> None:
+        """A step begins. `verdicts` says which of the plan's recipes can be trusted, and is added to."""
+        self.seconds = 0.0
+        self.nbytes = 0
+        self._verdicts = verdicts
+        self._cookbook = Cookbook(self._ledger, kinds)
+        self._wanted_ops = _ops_of_recipes(plan) if plan is not None else {}
+        self._entry_at: dict[Contents, Entry] = {}
+        self._contents: dict[Entry, Contents] = {}
+
+    # --- what the executor shows ---
+
+    def packed(self, record: StorageRecord, entry: Entry) -> None:
+        """A value was saved: recipes may start from it."""
+        if self._wanted_ops:
+            contents = contents_of(record)
+            self._entry_at[contents] = entry
+            self._contents[entry] = contents
+
+    def contents_before(
+        self, number: int, facts: OpFacts, inputs: Sequence[torch.Tensor]
+    ) -> Mapping[int, Contents] | None:
+        """What an op is given, by storage, if it is one that recipes run again; None for the others."""
+        if self._wanted_ops.get(number) != facts.name:
+            return None
+        return contents_by_storage(self._ledger, inputs)
+
+    def take_down(
+        self,
+        func: Any,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: Mapping[int, Contents],
+        result: Any,
+    ) -> None:
+        """Remember an op that has just run."""
+        with torch._C._DisableTorchDispatch():
+            self._cookbook.take_down(func, facts, args, kwargs, before, result)
+
+    def before_write(self, written: Sequence[StorageRecord]) -> None:
+        """An op is about to write to what recipes may start from: make their values anew before that."""
+        if self._pool.dropped:
+            with torch._C._DisableTorchDispatch():
+                for record in written:
+                    self._save_readers_of(record)
+        for record in written:
+            self._entry_at.pop(contents_of(record), None)
+
+    def _save_readers_of(self, record: StorageRecord) -> None:
+        readers = [
+            entry for entry in self._pool.dropped if entry.recipe is not None and record.serial in entry.recipe.leaves
+        ]
+        for entry in readers:
+            if entry.recipe is not None:  # not made anew on behalf of another one
+                self._pool.restore(entry)
+
+    # --- dropping, and making anew ---
+
+    def drop(self, entry: Entry, value: int) -> None:
+        """Let go of a value, if its recipe makes the very same bits."""
+        contents = self._contents.get(entry)
+        if contents is None or self._entry_at.get(contents) is not entry:  # written to since it was saved
+            return
+        if value in self._verdicts.bad or self._pool.has_safe_copy(entry):
+            return
+        recipe = self._cookbook.compile(contents, self._entry_at.get)
+        if recipe is None or (value not in self._verdicts.good and not self._verify(entry, value, recipe)):
+            return
+        self._pool.drop_for(entry, recipe)
+
+    def _verify(self, entry: Entry, value: int, recipe: Recipe) -> bool:
+        """The true value is still there: make it anew and compare, once for each plan."""
+        true = entry.storage
+        assert true is not None
+        try:
+            made = self._replay(recipe)
+        except OutgrowError:  # no room to try: try again in the next step
+            return False
+        same = made.nbytes() == true.nbytes() and torch.equal(_bytes_of(made), _bytes_of(true))
+        (self._verdicts.good if same else self._verdicts.bad).add(value)
+        return same
+
+    def rebuild(self, entry: Entry) -> torch.UntypedStorage:
+        """Make a dropped value anew; the pool asks for it.
+
+        Raises:
+            TraceMismatch: a parameter that the recipe reads was changed since.
+        """
+        recipe = entry.recipe
+        assert recipe is not None
+        if not recipe.states_are_as_they_were():
+            raise TraceMismatch(
+                "a parameter or buffer was changed between the forward and the backward pass in a way that PyTorch"
+                " does not show: train this model with a policy that does not recompute, such as policy='lru'"
+            )
+        storage = self._replay(recipe)
+        self.nbytes += entry.nbytes
+        return storage
+
+    def _replay(self, recipe: Recipe) -> torch.UntypedStorage:
+        started, inner = time.perf_counter(), self.seconds
+        with (
+            torch.no_grad(),
+            torch._C._DisableTorchDispatch(),
+            torch._C._DisableAutocast(),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
+            storage = replay(recipe, self._fetch, self._run)
+        self.seconds = inner + time.perf_counter() - started  # sources that were dropped too are in there
+        return storage
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _ops_of_recipes(plan: Plan) -> dict[int, str]:
+    """The ops that recipes run again, with their names."""
+    ops = plan.problem.trace.ops
+    recipes = (plan.problem.recipes.find(item.value) for item in plan.recomputes)
+    return {number: ops[number].name for recipe in recipes if recipe is not None for number in recipe.ops}
