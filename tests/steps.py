@@ -12,7 +12,7 @@ import torch
 import outgrow
 from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.policies import Policy
-from outgrow.planning.policies.prefetch import dropped_early, may_be_dropped
+from outgrow.planning.prefetch import dropped_early, may_be_dropped
 from outgrow.planning.problem import Problem
 from outgrow.tracing.liveness import plain_profile
 

@@ -432,7 +432,7 @@ TRACE_FAULTS = [
 PLAN_FAULTS = [
     *[("value", bad) for bad in (HUGE, -1, "0", None, 0.5)],
     *[(name, bad) for name in ("out_tick", "release_tick", "in_tick") for bad in (HUGE, -2, "0", None, 0.5)],
-    *[("offset", bad) for bad in (-4096, "0", None, HUGE * HUGE, 17)],
+    *[("offset", bad) for bad in (-4096, "0", None, 0.5)],
     ("surprise", 1),
 ]
 

@@ -23,6 +23,8 @@ class Hardware:
         copy_in_bandwidth: bytes per second back.
         copy_latency_seconds: fixed cost of one copy, in seconds.
         op_overhead_seconds: fixed cost of one op, in seconds.
+        copy_cost_seconds_per_byte: time that a copy takes from the computation, per byte: on a CPU both share the
+            cores; 0 where copies have an engine of their own.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Hardware:
     copy_in_bandwidth: float
     copy_latency_seconds: float = 1e-4
     op_overhead_seconds: float = 1e-5
+    copy_cost_seconds_per_byte: float = 0.0
 
     def copy_out_seconds(self, nbytes: int) -> float:
         """Time of one copy of `nbytes` to the next tier."""
@@ -41,6 +44,10 @@ class Hardware:
     def copy_in_seconds(self, nbytes: int) -> float:
         """Time of one copy of `nbytes` from the next tier."""
         return self.copy_latency_seconds + nbytes / self.copy_in_bandwidth
+
+    def copying_costs(self, nbytes: int) -> float:
+        """Time that copies of `nbytes` take from the computation, in seconds."""
+        return nbytes * self.copy_cost_seconds_per_byte
 
     def to_document(self) -> dict[str, Any]:
         """As plain data for JSON."""
@@ -55,6 +62,7 @@ class Hardware:
             raise TraceMismatch(f"not a hardware profile: {error}") from error
         for field in fields(cls):
             number = getattr(hardware, field.name)
-            if field.name != "name" and not (type(number) in (int, float) and 0 < number < inf):
+            least = 0 if field.name == "copy_cost_seconds_per_byte" else 5e-324  # the least float above 0
+            if field.name != "name" and not (type(number) in (int, float) and least <= number < inf):
                 raise TraceMismatch(f"no hardware has a {field.name} of {number!r}")
         return hardware

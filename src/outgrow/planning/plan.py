@@ -214,9 +214,9 @@ class Plan:
                 raise
             raise TraceMismatch(f"{path} is not a plan that Outgrow wrote: {error!r}") from error
         for item in plan.offloads:
-            plan._check_moves(item.value, (item.out_tick, item.release_tick, item.in_tick), path)
+            plan._check_moves(item.value, (item.out_tick, item.release_tick, item.in_tick), item.offset, path)
         for parked in plan.parks:
-            plan._check_moves(parked.value, (parked.out_tick, parked.in_tick), path)
+            plan._check_moves(parked.value, (parked.out_tick, parked.in_tick), parked.offset, path)
         for dropped in plan.recomputes:
             plan._check_recompute(dropped, path)
         ops = len(plan.problem.trace.ops)
@@ -237,11 +237,12 @@ class Plan:
         if not good:
             raise TraceMismatch(f"{path} drops value {item.value!r}, which its trace cannot make anew")
 
-    def _check_moves(self, value: int, moments: tuple[int, ...], path: str | Path) -> None:
+    def _check_moves(self, value: int, moments: tuple[int, ...], offset: int, path: str | Path) -> None:
         """A file from somebody else may name any value or moment; places in the file are given out anew."""
         trace = self.problem.trace
         good = (
-            all(type(number) is int for number in (value, *moments))
+            all(type(number) is int for number in (value, offset, *moments))
+            and offset >= 0
             and 0 <= value < len(trace.values)
             and all(-1 <= moment < len(trace.ticks) for moment in moments)
         )

@@ -190,6 +190,7 @@ class _Walk:
         if not entry.resident or entry.leaving or entry.copied:
             return
         self._out_free = max(self._out_free, self.time) + self.problem.hardware.copy_out_seconds(entry.nbytes)
+        self.time += self.problem.hardware.copying_costs(entry.nbytes)
         self._leaving.append((self._out_free, value))
         entry.leaving = True
         if planned:
@@ -301,6 +302,7 @@ class _Walk:
         self._live += entry.nbytes
         entry.resident = True
         self._in_free = max(self._in_free, self.time) + self.problem.hardware.copy_in_seconds(entry.nbytes)
+        self.time += self.problem.hardware.copying_costs(entry.nbytes)
         entry.arrives = self._in_free
         self._touch(value)
 

@@ -1,27 +1,29 @@
 """The default policy: plain PyTorch when it fits, else the fastest plan that the simulator finds.
 
-Besides the named policies it tries mixes. Values whose recipes cost least for each byte are dropped: none of them, a
-few, more, all. Of the others just enough leave: values that are saved first are wanted back last, so they are away
-the longest for one copy out and one copy in; the shortest run of them that fits stalls the least.
+A linear program says which share of each value to keep, offload and make anew (`planning/relaxation.py`). Hardly any
+share comes out broken. Its answer is rounded, simulated, and where the plan holds more than the program thought (a
+copy is late, a burst of recompute needs room) the budget of those ops is made smaller and the program solved again.
+The plans of the other policies are tried too, so that none of them is ever faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.policies.cache import Keep, Lru
 from outgrow.planning.policies.checkpoint import Checkpoint
-from outgrow.planning.policies.prefetch import dropped_early, may_be_dropped, with_prefetch
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
+from outgrow.planning.prefetch import dropped_early, with_prefetch
 from outgrow.planning.problem import Candidate, Problem
+from outgrow.planning.relaxation import Relaxation, Shares
 
-_SEARCH_STEPS = 7
-# The shares of what can be recomputed, by bytes, that are tried.
-_RECOMPUTED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-# Recipes that cost more than so many times a copy out and back are not worth their while.
-_MOST_OF_A_COPY = 2.0
+_CORRECTIONS = 6
+_BOUNDLESS = 1 << 62  # bytes
+# A share below this is a rounding error of the solver's.
+_LEAST_SHARE = 0.01
+# How many ops a search for values that may stay after all is allowed to simulate.
+_SIMULATED_OPS = 40_000
 
 
 class Auto:
@@ -32,70 +34,87 @@ class Auto:
     def plan(self, problem: Problem) -> Plan:
         keep = Keep().plan(problem)
         if keep.simulate().feasible:
-            return _renamed(keep)
-        cheap = _cheapest_first(problem)
-        total = sum(item.nbytes for item in cheap)
-        shares = _RECOMPUTED_SHARES if cheap else (0.0,)
-        tried = [_just_enough(problem, _run_of(cheap, share * total)) for share in shares]
-        tried += [policy.plan(problem) for policy in (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), Checkpoint())]
-        return _renamed(min(tried, key=_rank))
+            return _own(keep)
+        tried = [_programmed(problem, chains=True), _programmed(problem, chains=False)]
+        others = (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), Checkpoint())
+        tried += [policy.plan(problem) for policy in others]
+        return _own(min(tried, key=_rank))
 
 
-def _cheapest_first(problem: Problem) -> list[Candidate]:
-    """Values with a recipe that is worth it, those with the least seconds a byte first."""
-    priced: list[tuple[float, Candidate]] = []
+def _programmed(problem: Problem, *, chains: bool) -> Plan:
+    """The best plan that the linear program and its corrections give."""
+    relaxation = Relaxation(problem, chains=chains)
+    budgets = [float(problem.budget_bytes)] * max(1, len(problem.trace.ops))
+    tried: list[tuple[_Choice, Plan]] = []
+    for _ in range(1 + _CORRECTIONS):
+        shares = relaxation.solve(budgets)
+        choice = _rounded(problem, shares)
+        plan = choice.plan(problem)
+        tried.append((choice, plan))
+        excess = _excess(plan)
+        if not any(excess):
+            break
+        budgets = [limit - over for limit, over in zip(budgets, excess, strict=True)]
+    return _with_less(problem, *min(tried, key=lambda pair: _rank(pair[1])))
+
+
+def _excess(plan: Plan) -> list[int]:
+    """Bytes over the budget at each op if every copy started when the plan says, whether there is room or not."""
+    boundless = replace(plan, problem=replace(plan.problem, budget_bytes=_BOUNDLESS), evicts=False)
+    return [max(0, level - plan.budget_bytes) for level in boundless.simulate().curve]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What moves: values that are offloaded, and that are dropped; and those of both that move in part so far."""
+
+    offloaded: tuple[Candidate, ...]
+    dropped: tuple[Candidate, ...]
+    in_part: tuple[Candidate, ...]
+
+    def plan(self, problem: Problem) -> Plan:
+        copies = with_prefetch(problem, self.offloaded, self.dropped)
+        return make_plan("auto", problem, copies, dropped_early(problem, self.dropped))
+
+    def without(self, item: Candidate) -> _Choice:
+        return _Choice(
+            tuple(other for other in self.offloaded if other is not item),
+            tuple(other for other in self.dropped if other is not item),
+            self.in_part,
+        )
+
+
+def _rounded(problem: Problem, shares: Shares) -> _Choice:
+    """What the program moves in part moves as a whole."""
+    offloaded: list[Candidate] = []
+    dropped: list[Candidate] = []
+    in_part: list[Candidate] = []
     for item in problem.candidates:
-        recipe = problem.recipes.find(item.value)
-        if recipe is None or not may_be_dropped(problem, item):
+        out, anew = shares.offloaded.get(item.value, 0.0), shares.recomputed.get(item.value, 0.0)
+        if out + anew < _LEAST_SHARE:
             continue
-        copies = problem.hardware.copy_out_seconds(item.nbytes) + problem.hardware.copy_in_seconds(item.nbytes)
-        if recipe.seconds <= _MOST_OF_A_COPY * copies:
-            priced.append((recipe.seconds / item.nbytes, item))
-    return [item for _, item in sorted(priced, key=lambda pair: pair[0])]
+        (offloaded if out >= anew else dropped).append(item)
+        if out + anew < 1 - _LEAST_SHARE:
+            in_part.append(item)
+    return _Choice(tuple(offloaded), tuple(dropped), tuple(sorted(in_part, key=lambda item: -item.nbytes)))
 
 
-def _run_of(items: Sequence[Candidate], nbytes: float) -> list[Candidate]:
-    """The first of `items`, up to so many bytes."""
-    chosen: list[Candidate] = []
-    for item in items:
-        if nbytes <= 0:
-            break
-        chosen.append(item)
-        nbytes -= item.nbytes
-    return chosen
+def _with_less(problem: Problem, choice: _Choice, plan: Plan) -> Plan:
+    """Values that the program moved in part may stay, where the rest still fits and the step is faster."""
+    for item in choice.in_part[: _SIMULATED_OPS // max(1, len(problem.trace.ops))]:
+        less = choice.without(item)
+        candidate = less.plan(problem)
+        if _rank(candidate) < _rank(plan):
+            choice, plan = less, candidate
+    return plan
 
 
-def _just_enough(problem: Problem, dropped: Sequence[Candidate]) -> Plan:
-    """The shortest run of earliest-saved values whose plan holds the budget without help from the cache."""
-    recomputes = dropped_early(problem, dropped)
-    gone = {item.value for item in dropped}
-    candidates = [item for item in problem.candidates if item.value not in gone]
-
-    def offloading(count: int) -> Plan:
-        return make_plan("auto", problem, with_prefetch(problem, candidates[:count], dropped), recomputes)
-
-    low, high = -1, len(candidates)
-    best = offloading(high)
-    for _ in range(_SEARCH_STEPS):
-        if high - low <= 1:
-            break
-        middle = (low + high) // 2
-        plan = offloading(middle)
-        prediction = plan.simulate()
-        if prediction.feasible and prediction.evicted_bytes == 0:
-            high = middle
-        else:
-            low = middle
-        best = min(best, plan, key=_rank)
-    return best
-
-
-def _rank(plan: Plan) -> tuple[bool, int, int]:
-    """Plans that fit come first, then fast ones, then those that copy least; equal to a thousandth is equal."""
+def _rank(plan: Plan) -> tuple[bool, float, int]:
+    """Plans that fit come first, then fast ones, then those that copy least."""
     prediction = plan.simulate()
-    thousandths = round(1000 * prediction.step_seconds / max(prediction.plain_step_seconds, 1e-9))
-    return (not prediction.feasible, thousandths, prediction.offloaded_bytes + prediction.evicted_bytes)
+    time = prediction.step_seconds if prediction.feasible else float(prediction.peak_bytes)
+    return (not prediction.feasible, time, prediction.offloaded_bytes + prediction.evicted_bytes)
 
 
-def _renamed(plan: Plan) -> Plan:
+def _own(plan: Plan) -> Plan:
     return replace(plan, policy="auto", evicts=True)

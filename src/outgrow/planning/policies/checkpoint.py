@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import isqrt
 
 from outgrow.planning.plan import Plan, make_plan
-from outgrow.planning.policies.prefetch import dropped_early, may_be_dropped
+from outgrow.planning.prefetch import dropped_early, may_be_dropped
 from outgrow.planning.problem import Problem
 
 

@@ -1,0 +1,311 @@
+"""The planning problem as a linear program: how much of each value is kept, offloaded, made anew.
+
+Shares are fractions and the copy lanes are fluids, so that its optimum is at most the time of any real plan
+(`bound.py`), and so few shares come out broken that rounding them gives a good plan (`policies/auto.py`). Checkmate
+(Jain et al., 2020) and POFO (Beaumont et al., 2021) solve such programs for recompute, and for both on chains.
+
+Time is cut into moments, each a run of ops. Memory is written as differences from moment to moment, so that a value
+appears in a few rows however long it lives.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from outgrow.planning.plan import make_plan
+from outgrow.planning.prefetch import may_be_dropped
+from outgrow.planning.problem import Candidate, Problem
+
+# More moments than this make the program slower, and the answer hardly better.
+_MOST_MOMENTS = 400
+_UNIT = 1 << 20  # bytes; solvers like numbers of ordinary size
+
+_Terms = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The program's answer: the share of each candidate (by value) that is offloaded, and that is made anew.
+
+    `seconds` is what the step takes beyond the plain step; infinite where no shares fit the budget.
+    """
+
+    offloaded: dict[int, float]
+    recomputed: dict[int, float]
+    seconds: float
+
+
+class Relaxation:
+    """The program of one problem; it can be solved again for tighter budgets."""
+
+    def __init__(self, problem: Problem, *, optimistic: bool = False, chains: bool = True) -> None:
+        """
+        Args:
+            problem: what is planned.
+            optimistic: round moments so that values are away longer than they can be, and let recipes have their
+                sources for nothing: the optimum is then a lower bound. Else values are away a little shorter, so
+                that what fits the program is likely to fit the step.
+            chains: whether a value may be made anew from another that is made anew itself.
+        """
+        self._problem = problem
+        self._optimistic = optimistic
+        self._chains = chains
+        self._items = [item for item in problem.candidates if self._leaves(item) < self._wanted(item)]
+        self._moments = self._cut()
+        curve = make_plan("keep", problem, (), evicts=False).simulate().curve or (problem.base_bytes,)
+        self._curve: NDArray[np.float64] = np.asarray(curve, dtype=np.float64)
+
+    def solve(self, budgets: Sequence[float] | None = None) -> Shares:
+        """The cheapest shares. `budgets` has the bytes that may be alive at each op; the problem's if left out."""
+        limit = np.full(len(self._curve), float(self._problem.budget_bytes))
+        if budgets is not None:
+            limit = np.minimum(limit, np.asarray(budgets, dtype=np.float64))
+        # How far the plain step is over the budget, at the worst op of each moment.
+        excess = np.maximum.reduceat(self._curve - limit, self._moments)
+        if not self._items:
+            return Shares({}, {}, 0.0 if excess.max() <= 0 else float("inf"))
+        program, columns = self._program
+        rows = program.copy()
+        for now in range(len(self._moments)):
+            away = [(columns.gone[now], 1.0), (columns.inside[now], -1.0), (columns.dropped[now], 1.0)]
+            rows.at_least(excess[now] / _UNIT, [*away, (columns.over[now], 1.0)])
+        answer = linprog(
+            self._costs(columns),
+            A_ub=rows.matrix(columns.count),
+            b_ub=rows.limits,
+            bounds=self._bounds(columns),
+            method="highs",
+        )
+        if answer.x is None:
+            return Shares({}, {}, float("inf"))
+        out = {item.value: float(answer.x[columns.offloaded[k]]) for k, item in enumerate(self._items)}
+        anew = {item.value: float(answer.x[columns.recomputed[k]]) for k, item in enumerate(self._items)}
+        return Shares(out, anew, float(answer.fun))
+
+    # --- time ---
+
+    def _leaves(self, item: Candidate) -> int:
+        """The first op at which a value can be away."""
+        return max(item.held, self._problem.tick_ops[item.last_pack])
+
+    def _wanted(self, item: Candidate) -> int:
+        """The op at which it must be back."""
+        return self._problem.tick_ops[item.first_unpack]
+
+    def _cut(self) -> list[int]:
+        """The first op of each moment: where values leave and come back, thinned out where there are too many."""
+        end = max(1, len(self._problem.trace.ops))
+        edges = {0} | {self._leaves(item) for item in self._items} | {self._wanted(item) for item in self._items}
+        cuts = sorted(edge for edge in edges if edge < end)
+        chosen = np.linspace(0, len(cuts) - 1, min(len(cuts), _MOST_MOMENTS)).round().astype(int)
+        return [cuts[index] for index in dict.fromkeys(chosen.tolist())]
+
+    def _begin(self, op: int) -> int:
+        """The first moment in which what begins at `op` counts."""
+        return bisect_right(self._moments, op) - 1 if self._optimistic else bisect_left(self._moments, op)
+
+    def _end(self, op: int) -> int:
+        """The first moment in which what ends at `op` counts no more."""
+        return bisect_left(self._moments, op) if self._optimistic else bisect_right(self._moments, op) - 1
+
+    def _copied(self, item: Candidate) -> int:
+        """The first moment at which a copy out that starts at once is over: half a copy frees nothing."""
+        if self._optimistic:
+            return 0
+        times = self._problem.op_times
+        done = times[self._problem.tick_ops[item.first_pack]] + self._problem.hardware.copy_out_seconds(item.nbytes)
+        return bisect_left(self._moments, bisect_left(times, done))
+
+    def _fetched(self, item: Candidate) -> int:
+        """The moment at which a copy back that comes just in time starts: half a copy takes all of its memory."""
+        if self._optimistic:
+            return len(self._moments)
+        times = self._problem.op_times
+        start = times[self._wanted(item)] - self._problem.hardware.copy_in_seconds(item.nbytes)
+        return max(0, bisect_right(self._moments, bisect_right(times, start) - 1) - 1)
+
+    def _lane_seconds(self) -> tuple[list[float], list[float]]:
+        """Time that each lane has had in a plain step since the moment before: the lane out, and the one back.
+
+        What is back when a moment begins was loaded before it. What is gone at its worst op may have left in it.
+        """
+        times, end = self._problem.op_times, len(self._problem.trace.ops)
+        lengths = [times[b] - times[a] for a, b in pairwise([*self._moments, end])]
+        before = [0.0, *lengths[:-1]]
+        return (lengths if self._optimistic else before), before
+
+    # --- the program ---
+
+    @cached_property
+    def _program(self) -> tuple[_Rows, _Columns]:
+        """All rows but those of the budget."""
+        edges = [] if self._optimistic else self._edges()
+        columns = _Columns(len(self._items), len(edges), len(self._moments))
+        rows = _Rows()
+        for offloaded, recomputed in zip(columns.offloaded, columns.recomputed, strict=True):
+            rows.at_most(1.0, [(offloaded, 1.0), (recomputed, 1.0)])
+        self._add_sources(rows, columns, edges)
+        self._add_levels(rows, columns, edges)
+        self._add_lanes(rows, columns)
+        return rows, columns
+
+    def _edges(self) -> list[tuple[int, int]]:
+        """(reader, source) for each candidate that is a source of another's recipe, readers in order of return."""
+        places = {item.value: index for index, item in enumerate(self._items)}
+        found: list[tuple[int, int]] = []
+        for index, item in enumerate(self._items):
+            recipe = self._problem.recipes.find(item.value) if may_be_dropped(self._problem, item) else None
+            sources = [places[source] for source in (() if recipe is None else recipe.sources) if source in places]
+            found += [(index, source) for source in sources if self._wanted(item) < self._wanted(self._items[source])]
+        return sorted(found, key=lambda edge: (edge[1], self._wanted(self._items[edge[0]])))
+
+    def _add_sources(self, rows: _Rows, columns: _Columns, edges: Sequence[tuple[int, int]]) -> None:
+        """What a recipe starts from is back as soon as the recipe runs, and stays, unless it never left."""
+        for number, (reader, source) in enumerate(edges):
+            away = [(columns.offloaded[source], 1.0), (columns.recomputed[source], 1.0)]
+            rows.at_most(1.0, [(columns.recomputed[reader], 1.0), *away, (columns.early[number], -1.0)])
+            if number and edges[number - 1][1] == source:
+                rows.at_most(0.0, [(columns.early[number - 1], 1.0), (columns.early[number], -1.0)])
+            if not self._chains:
+                rows.at_most(1.0, [(columns.recomputed[reader], 1.0), (columns.recomputed[source], 1.0)])
+
+    def _add_levels(self, rows: _Rows, columns: _Columns, edges: Sequence[tuple[int, int]]) -> None:
+        """What could be copied, could be gone, must be back and is dropped at each moment, from shares."""
+        moments = len(self._moments)
+        lists: list[list[_Terms]] = [[[] for _ in range(moments + 1)] for _ in range(5)]
+        packed, held, due, coming, dropped = lists
+        for index, item in enumerate(self._items):
+            size = item.nbytes / _UNIT
+            offloaded, recomputed = columns.offloaded[index], columns.recomputed[index]
+            left, wanted = self._begin(self._leaves(item)), self._end(self._wanted(item))
+            packed[self._begin(self._problem.tick_ops[item.first_pack])].append((offloaded, size))
+            held[max(left, self._copied(item))].append((offloaded, size))
+            due[wanted].append((offloaded, size))
+            coming[min(wanted, self._fetched(item))].append((offloaded, size))
+            if left < wanted:
+                dropped[left].append((recomputed, size))
+                dropped[wanted].append((recomputed, -size))
+        for number, (reader, source) in enumerate(edges):
+            size = self._items[source].nbytes / _UNIT
+            following = edges[number + 1] if number + 1 < len(edges) and edges[number + 1][1] == source else None
+            until = self._items[source] if following is None else self._items[following[0]]
+            start, end = self._end(self._wanted(self._items[reader])), self._end(self._wanted(until))
+            if start < end:
+                dropped[start].append((columns.early[number], -size))
+                dropped[end].append((columns.early[number], size))
+        for level, changes in (
+            (columns.packed, packed),
+            (columns.held, held),
+            (columns.due, due),
+            (columns.coming, coming),
+            (columns.dropped, dropped),
+        ):
+            for now in range(moments):
+                before = [(level[now - 1], 1.0)] if now else []
+                rows.equal(0.0, [(level[now], -1.0), *before, *changes[now]])
+
+    def _add_lanes(self, rows: _Rows, columns: _Columns) -> None:
+        """Copies: no sooner than there is something to copy, no faster than the lanes, unless the device waits."""
+        hardware = self._problem.hardware
+        out, into = hardware.copy_out_bandwidth / _UNIT, hardware.copy_in_bandwidth / _UNIT
+        for now, (out_seconds, back_seconds) in enumerate(zip(*self._lane_seconds(), strict=True)):
+            copied, gone, back = columns.copied[now], columns.gone[now], columns.back[now]
+            rows.at_most(0.0, [(copied, 1.0), (columns.packed[now], -1.0)])
+            rows.at_most(0.0, [(gone, 1.0), (copied, -1.0)])
+            rows.at_most(0.0, [(gone, 1.0), (columns.held[now], -1.0)])
+            rows.at_most(0.0, [(columns.due[now], 1.0), (back, -1.0)])
+            rows.at_most(0.0, [(columns.coming[now], 1.0), (columns.inside[now], -1.0)])
+            rows.at_most(0.0, [(back, 1.0), (columns.inside[now], -1.0)])
+            rows.at_most(0.0, [(columns.inside[now], 1.0), (gone, -1.0)])
+            for level, capacity, bandwidth in (
+                (columns.copied, out_seconds * out, out),
+                (columns.back, back_seconds * into, into),
+            ):
+                before = [(level[now - 1], -1.0)] if now else []
+                rows.at_most(capacity, [(level[now], 1.0), *before, (columns.stall[now], -bandwidth)])
+
+    def _costs(self, columns: _Columns) -> NDArray[np.float64]:
+        """Seconds that a whole share costs, and a second of stall."""
+        costs = np.zeros(columns.count)
+        for index, item in enumerate(self._items):
+            costs[columns.offloaded[index]] = self._problem.hardware.copying_costs(2 * item.nbytes)
+            recipe = self._problem.recipes.find(item.value)
+            costs[columns.recomputed[index]] = 0.0 if recipe is None else recipe.seconds
+        costs[list(columns.stall)] = 1.0
+        hardware = self._problem.hardware
+        costs[list(columns.over)] = _UNIT / hardware.copy_out_bandwidth + _UNIT / hardware.copy_in_bandwidth
+        return costs
+
+    def _bounds(self, columns: _Columns) -> NDArray[np.float64]:
+        bounds = np.zeros((columns.count, 2))
+        bounds[:, 1] = np.inf
+        bounds[: columns.early.stop, 1] = 1.0
+        for index, item in enumerate(self._items):
+            if not may_be_dropped(self._problem, item):
+                bounds[columns.recomputed[index], 1] = 0.0
+        bounds[list(columns.dropped), 0] = -np.inf  # what is back early may have been offloaded
+        if self._optimistic:
+            bounds[list(columns.over), 1] = 0.0
+        return bounds
+
+
+class _Columns:
+    """Where each variable stands: shares by item, early returns by edge, levels (in `_UNIT`) by moment."""
+
+    def __init__(self, items: int, edges: int, moments: int) -> None:
+        self.offloaded = range(items)
+        self.recomputed = range(items, 2 * items)
+        self.early = range(2 * items, 2 * items + edges)
+        self.count = self.early.stop
+        # Of what is offloaded: saved, free to go, copied, gone.
+        self.packed, self.held, self.copied, self.gone = (self._levels(moments) for _ in range(4))
+        # And: wanted, on its way, loaded, taking memory again.
+        self.due, self.coming, self.back, self.inside = (self._levels(moments) for _ in range(4))
+        # What is dropped, time that the device waits, and bytes that fit only because it waits for them to leave.
+        self.dropped, self.stall, self.over = (self._levels(moments) for _ in range(3))
+
+    def _levels(self, moments: int) -> range:
+        start, self.count = self.count, self.count + moments
+        return range(start, self.count)
+
+
+class _Rows:
+    """Rows of a sparse program, all "at most"."""
+
+    def __init__(self) -> None:
+        self.limits: list[float] = []
+        self._rows: list[int] = []
+        self._columns: list[int] = []
+        self._factors: list[float] = []
+
+    def at_most(self, limit: float, terms: Iterable[tuple[int, float]]) -> None:
+        for column, factor in terms:
+            self._rows.append(len(self.limits))
+            self._columns.append(column)
+            self._factors.append(factor)
+        self.limits.append(limit)
+
+    def at_least(self, limit: float, terms: Iterable[tuple[int, float]]) -> None:
+        self.at_most(-limit, [(column, -factor) for column, factor in terms])
+
+    def equal(self, limit: float, terms: _Terms) -> None:
+        self.at_most(limit, terms)
+        self.at_least(limit, terms)
+
+    def copy(self) -> _Rows:
+        other = _Rows()
+        other.limits, other._rows = list(self.limits), list(self._rows)
+        other._columns, other._factors = list(self._columns), list(self._factors)
+        return other
+
+    def matrix(self, columns: int) -> csr_array:
+        return csr_array((self._factors, (self._rows, self._columns)), shape=(len(self.limits), columns))
