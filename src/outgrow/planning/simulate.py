@@ -326,8 +326,9 @@ class _Walk:
                 if excess <= 0:
                     break
                 entry = self._entries[value]
-                if not entry.resident or entry.in_use or entry.held > self._op or entry.arrives > self.time:
+                if not entry.resident or entry.in_use or entry.held > self._op:
                     continue
+                self._wait_until(entry.arrives)  # fetched ahead of need, and now the room is needed more
                 excess -= entry.nbytes
                 if entry.copied:
                     self._free(value)

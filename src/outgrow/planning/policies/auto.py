@@ -8,6 +8,7 @@ The plans of the other policies are tried too, so that none of them is ever fast
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outgrow.planning.plan import Plan, make_plan
@@ -19,6 +20,8 @@ from outgrow.planning.problem import Candidate, Problem
 from outgrow.planning.relaxation import Relaxation, Shares
 
 _CORRECTIONS = 6
+# Rounds of moving copies back behind the ops that have no room for them.
+_DELAYS = 3
 _BOUNDLESS = 1 << 62  # bytes
 # A share below this is a rounding error of the solver's.
 _LEAST_SHARE = 0.01
@@ -50,12 +53,40 @@ def _programmed(problem: Problem, *, chains: bool) -> Plan:
         shares = relaxation.solve(budgets)
         choice = _rounded(problem, shares)
         plan = choice.plan(problem)
-        tried.append((choice, plan))
         excess = _excess(plan)
+        tried += [(choice, plan), (choice, _late_enough(plan, excess))]
         if not any(excess):
             break
         budgets = [limit - over for limit, over in zip(budgets, excess, strict=True)]
     return _with_less(problem, *min(tried, key=lambda pair: _rank(pair[1])))
+
+
+def _late_enough(plan: Plan, excess: Sequence[int]) -> Plan:
+    """The plan with copies back that start only after the ops that have no room for them."""
+    problem = plan.problem
+    for _ in range(_DELAYS):
+        if not any(excess):
+            break
+        wanted = {item.value: problem.tick_ops[item.first_unpack] for item in problem.candidates}
+        starts = {item.value: item.in_tick for item in plan.offloads if item.in_tick >= 0}
+        for op, over in enumerate(excess):
+            if over <= 0:
+                continue
+            # Those that are wanted last have the most time left to come later.
+            for value in sorted(starts, key=lambda value: -wanted[value]):
+                if over > 0 and problem.tick_ops[starts[value]] <= op < wanted[value]:
+                    starts[value] = problem.first_tick_at(op + 1)
+                    over -= problem.trace.values[value].nbytes
+        last = len(problem.trace.ticks) - 1
+        plan = replace(
+            plan,
+            offloads=tuple(
+                replace(item, in_tick=min(starts[item.value], last)) if item.value in starts else item
+                for item in plan.offloads
+            ),
+        )
+        excess = _excess(plan)
+    return plan
 
 
 def _excess(plan: Plan) -> list[int]:
