@@ -360,10 +360,13 @@ class Session:
         """This machine, with the disk's speeds as its copies were measured so far."""
         if self._hardware is None:
             self._hardware = this_machine()
+        out, back, usual = self._copies.out, self._copies.back, self._hardware
+        cost = out.cost_per_byte() or usual.copy_cost_seconds_per_byte
         return replace(
-            self._hardware,
-            copy_out_bandwidth=self._copies.out.bandwidth() or self._hardware.copy_out_bandwidth,
-            copy_in_bandwidth=self._copies.back.bandwidth() or self._hardware.copy_in_bandwidth,
+            usual,
+            copy_out_bandwidth=out.bandwidth() or usual.copy_out_bandwidth,
+            copy_in_bandwidth=back.bandwidth() or usual.copy_in_bandwidth,
+            copy_cost_seconds_per_byte=(cost + (back.cost_per_byte() or cost)) / 2,
         )
 
     def _summarise(self, kind: _Kind | None, outcome: StepOutcome) -> None:

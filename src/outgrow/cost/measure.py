@@ -16,6 +16,7 @@ _TYPICAL_BANDWIDTH = 1e10
 # What a current NVMe drive does, until the real one was measured by copies of a session.
 _DISK_OUT_BANDWIDTH = 1.5e9
 _DISK_IN_BANDWIDTH = 1.0e9
+_DISK_COST_SECONDS_PER_BYTE = 5e-11
 
 
 def this_machine() -> Hardware:
@@ -31,6 +32,7 @@ def this_machine() -> Hardware:
         memory_bandwidth=memory_bandwidth,
         copy_out_bandwidth=_DISK_OUT_BANDWIDTH,
         copy_in_bandwidth=_DISK_IN_BANDWIDTH,
+        copy_cost_seconds_per_byte=_DISK_COST_SECONDS_PER_BYTE,
     )
 
 

@@ -19,13 +19,17 @@ from outgrow.planning.prefetch import dropped_early, with_prefetch
 from outgrow.planning.problem import Candidate, Problem
 from outgrow.planning.relaxation import Relaxation, Shares
 
-_CORRECTIONS = 6
+_CORRECTIONS = 3
+# Shares of the budget that programs are solved for, until a plan is as near as this to the first one's optimum.
+_BUDGET_SHARES = (1.0, 0.97, 0.94, 0.9)
+_NEAR = 1.003
 # Rounds of moving copies back behind the ops that have no room for them.
 _DELAYS = 3
 _BOUNDLESS = 1 << 62  # bytes
 # A share below this is a rounding error of the solver's.
 _LEAST_SHARE = 0.01
-# How many ops a search for values that may stay after all is allowed to simulate.
+# How long a trace may be, for one more program, and for one more simulation of a plan that moves less: ops in all.
+_TRIED_OPS = 12_000
 _SIMULATED_OPS = 40_000
 
 
@@ -38,20 +42,37 @@ class Auto:
         keep = Keep().plan(problem)
         if keep.simulate().feasible:
             return _own(keep)
-        tried = [_programmed(problem, chains=True), _programmed(problem, chains=False)]
+        tried = [_programmed(problem)]
         others = (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), Checkpoint())
         tried += [policy.plan(problem) for policy in others]
         return _own(min(tried, key=_rank))
 
 
-def _programmed(problem: Problem, *, chains: bool) -> Plan:
-    """The best plan that the linear program and its corrections give."""
-    relaxation = Relaxation(problem, chains=chains)
-    budgets = [float(problem.budget_bytes)] * max(1, len(problem.trace.ops))
+def _programmed(problem: Problem) -> Plan:
+    """The best plan that the linear program gives.
+
+    Where whole values and late copies keep it far from the program's optimum, programs with a little less memory and
+    without chains of recipes are tried: what fits them fits the problem.
+    """
+    relaxations = [Relaxation(problem, chains=chains) for chains in (True, False)]
+    goal = problem.op_times[-1] + relaxations[0].solve().seconds
+    trials = [(relaxation, share) for share in _BUDGET_SHARES for relaxation in relaxations]
+    best: Plan | None = None
+    for relaxation, share in trials[: max(1, _TRIED_OPS // max(1, len(problem.trace.ops)))]:
+        plan = _corrected(problem, relaxation, share)
+        best = plan if best is None else min(best, plan, key=_rank)
+        if best.simulate().feasible and best.simulate().step_seconds <= goal * _NEAR:
+            break
+    assert best is not None
+    return best
+
+
+def _corrected(problem: Problem, relaxation: Relaxation, share: float) -> Plan:
+    """Solve, round, simulate, and solve again with less room where the plan held too much."""
+    budgets = [share * problem.budget_bytes] * max(1, len(problem.trace.ops))
     tried: list[tuple[_Choice, Plan]] = []
     for _ in range(1 + _CORRECTIONS):
-        shares = relaxation.solve(budgets)
-        choice = _rounded(problem, shares)
+        choice = _rounded(problem, relaxation.solve(budgets))
         plan = choice.plan(problem)
         excess = _excess(plan)
         tried += [(choice, plan), (choice, _late_enough(plan, excess))]

@@ -14,6 +14,8 @@ from outgrow.runtime.tiers.disk import Slot, SpillFile
 
 # The usual 8 MiB are taken from the address space at once, which counts where that is limited.
 _STACK_BYTES = 512 << 10
+# Fewer bytes than these say nothing of a lane's speed.
+_WORTH_MEASURING = 8 << 20
 
 
 class Copy:
@@ -72,6 +74,7 @@ class Lane:
         self._closed = False
         self.moved_bytes = 0
         self.busy_seconds = 0.0
+        self.processor_seconds = 0.0
 
     def submit(self, slot: Slot, address: int) -> Copy:
         """Ask for a copy between memory at `address` and a slot."""
@@ -84,7 +87,11 @@ class Lane:
 
     def bandwidth(self) -> float | None:
         """Bytes per second over all copies so far; None before there were any worth measuring."""
-        return self.moved_bytes / self.busy_seconds if self.moved_bytes > (8 << 20) else None
+        return self.moved_bytes / self.busy_seconds if self.moved_bytes > _WORTH_MEASURING else None
+
+    def cost_per_byte(self) -> float | None:
+        """Seconds of a processor that a copied byte took; None before there were any worth measuring."""
+        return self.processor_seconds / self.moved_bytes if self.moved_bytes > _WORTH_MEASURING else None
 
     def close(self) -> None:
         """Finish what was asked for and end the thread. A copy that is asked for later runs where it is asked."""
@@ -113,13 +120,14 @@ class Lane:
             del copy
 
     def _carry_out(self, copy: Copy) -> None:
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.thread_time()
         try:
             self._move(copy.slot, copy.address)
         except Exception as caught:  # handed to whoever waits for the copy
             copy.error = caught.with_traceback(None)
         else:
             self.busy_seconds += time.perf_counter() - start
+            self.processor_seconds += time.thread_time() - processor
             self.moved_bytes += copy.slot.nbytes
         copy.finish()
 
