@@ -10,7 +10,8 @@ from outgrow.planning.problem import Candidate, Problem
 # Copies are planned to take this much longer than the device's profile says: a late copy stalls the device for
 # all of its lateness, an early one holds memory a little longer.
 _CAUTION = 1.3
-_LEAD_SECONDS = 2e-3
+# And to be wanted this share of the step earlier: the clock that starts them ticks only so often.
+_LEAD_SHARE = 5e-4
 
 
 def with_prefetch(
@@ -27,10 +28,10 @@ def with_prefetch(
             if source in wanted:
                 wanted[source] = min(wanted[source], item.first_unpack)
     starts: dict[int, int] = {}
-    lane_free = float("inf")
+    lane_free, lead = float("inf"), _LEAD_SHARE * problem.op_times[-1]
     for item in sorted(chosen, key=lambda item: -wanted[item.value]):
         unpack = wanted[item.value]
-        finish = min(problem.tick_time(unpack) - _LEAD_SECONDS, lane_free)
+        finish = min(problem.tick_time(unpack) - lead, lane_free)
         lane_free = finish - _CAUTION * problem.hardware.copy_in_seconds(item.nbytes)
         starts[item.value] = max(min(problem.last_tick_before(lane_free), unpack - 1), item.last_pack)
     return tuple(

@@ -1,0 +1,120 @@
+"""What `auto` promises in the simulator, and what the lower bound does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import outgrow
+from outgrow.networks import find
+from outgrow.planning.bound import least_step_seconds
+from outgrow.planning.problem import Problem
+
+GPU = outgrow.Hardware("GPU", 12 << 30, 4e12, 2.4e11, 1e10, 1e10, 1e-5, 1e-6)
+SLOW_LINK = outgrow.Hardware("GPU on a slow link", 12 << 30, 4e12, 2.4e11, 1e9, 1e9, 1e-5, 1e-6)
+NO_LINK = outgrow.Hardware("GPU with hardly a link", 12 << 30, 4e12, 2.4e11, 1e6, 1e6, 1e-5, 1e-6)
+CPU_AND_DISK = outgrow.Hardware("CPU", 24 << 30, 2e11, 2e10, 1.5e9, 1e9, 1e-4, 1e-5, 5e-11)
+
+
+def trace_of(widths: tuple[int, ...], *, residual: bool, batch: int = 64) -> outgrow.Trace:
+    """A convolutional network with batch norm and ReLU, one block for each width."""
+
+    def make() -> outgrow.TrainingStep:
+        blocks: list[torch.nn.Module] = []
+        before = 3
+        for width in widths:
+            blocks.append(
+                torch.nn.Sequential(
+                    torch.nn.Conv2d(before, width, 3, padding=1),
+                    torch.nn.BatchNorm2d(width),
+                    torch.nn.ReLU(inplace=True),
+                )
+            )
+            before = width
+        model = torch.nn.ModuleList(blocks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.randn(batch, 3, 16, 16)
+
+        def step() -> None:
+            x = data
+            for block in model:
+                y = block(x)
+                x = x + y if residual and x.shape == y.shape else y
+            x.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return outgrow.TrainingStep(model, optimizer, step)
+
+    return outgrow.trace(make, fake=True)
+
+
+def plans_of(trace: outgrow.Trace, hardware: outgrow.Hardware, share: float) -> dict[str, outgrow.Plan]:
+    """The plan of each policy, at a share of the way from the least feasible budget to the plain peak."""
+    keep = outgrow.plan(trace, budget=1 << 60, policy="keep", hardware=hardware)
+    least, plain = keep.least_budget_bytes, keep.simulate().peak_bytes
+    budget = int(least + share * (plain - least))
+    return {name: outgrow.plan(trace, budget=budget, policy=name, hardware=hardware) for name in outgrow.policies()}
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    widths=st.lists(st.sampled_from([4, 8, 16, 32]), min_size=1, max_size=8),
+    residual=st.booleans(),
+    hardware=st.sampled_from([GPU, SLOW_LINK, NO_LINK]),
+    share=st.floats(0.0, 1.0),
+)
+def test_no_policy_is_faster_than_auto_and_none_beats_the_bound(
+    widths: list[int], residual: bool, hardware: outgrow.Hardware, share: float
+) -> None:
+    plans = plans_of(trace_of(tuple(widths), residual=residual), hardware, share)
+    auto = plans["auto"].simulate()
+    bound = least_step_seconds(plans["auto"].problem)
+    for plan in plans.values():
+        prediction = plan.simulate()
+        if prediction.feasible:
+            assert auto.feasible
+            assert auto.step_seconds <= prediction.step_seconds * (1 + 1e-9)
+            assert bound <= prediction.step_seconds * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.66, 0.5])
+def test_auto_is_near_the_bound(share: float) -> None:
+    network = find("resnet-50")
+
+    def make() -> outgrow.TrainingStep:
+        model = network.build(128, 100)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data, target = network.sample(16, 128, 100)
+
+        def step() -> None:
+            network.loss(model(data), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return outgrow.TrainingStep(model, optimizer, step)
+
+    trace = outgrow.trace(make, fake=True)
+    keep = outgrow.plan(trace, budget=1 << 60, policy="keep", hardware=CPU_AND_DISK)
+    budget = int(share * keep.simulate().peak_bytes)
+    plan = outgrow.plan(trace, budget=budget, hardware=CPU_AND_DISK)
+    assert plan.simulate().feasible
+    assert plan.simulate().step_seconds <= 1.03 * least_step_seconds(plan.problem)
+
+
+def test_the_bound_is_infinite_where_nothing_fits() -> None:
+    trace = trace_of((8, 8), residual=False)
+    hardware = GPU
+    plan = outgrow.plan(trace, budget=1 << 60, policy="keep", hardware=hardware)
+    problem = Problem(plan.problem.trace, hardware, plan.least_budget_bytes // 2)
+    assert least_step_seconds(problem) == float("inf")
+
+
+def test_auto_offloads_over_a_fast_link_and_recomputes_without_one() -> None:
+    trace = trace_of((16,) * 12, residual=False)
+    fast, none = (plans_of(trace, hardware, 0.5)["auto"].decisions_summary() for hardware in (GPU, NO_LINK))
+    assert fast["offload"]["bytes"] > 0
+    assert none["recompute"]["bytes"] > 0
+    assert none["offload"]["bytes"] == 0
