@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import outgrow
+from outgrow.planning.plan import Replay
 from outgrow.planning.problem import Problem
 from outgrow.runtime import recompute as recompute_module
 from outgrow.runtime.recipes import Recipe
@@ -204,6 +206,54 @@ def test_a_chain_of_dropped_values_may_be_longer_than_pythons_stack() -> None:
         assert model.scale.grad is not None
         found.append(model.scale.grad.clone())
     assert torch.equal(*found)
+
+
+def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:
+    """Cheap ops on a large map, each of which saves its result."""
+    for number in range(length):
+        x = torch.sigmoid(x) if number % 2 else torch.tanh(x)
+    return x
+
+
+def chain_step(session: outgrow.Session | None, scale: nn.Linear, forward: Any = chain) -> torch.Tensor:
+    """One step of a chain, within a session or plain; its gradient."""
+    x = torch.linspace(-2, 2, 1 << 17).view(-1, 16)
+    with nullcontext() if session is None else session.step():
+        forward(scale(x)).sum().backward()
+        assert scale.weight.grad is not None
+        gradient = scale.weight.grad.clone()
+        scale.zero_grad()
+    return gradient
+
+
+def replayed_chain(replay: Replay) -> tuple[outgrow.Summary, outgrow.Plan]:
+    """What the last of some steps of a chain measured, and its plan. Gradients are compared with plain PyTorch's."""
+    torch.manual_seed(0)
+    scale = nn.Linear(16, 16)
+    wanted = chain_step(None, scale)
+    with outgrow.Session(scale, budget="1GiB", policy=RecomputeAll(replay), least_moved_bytes=1) as session:
+        for _ in range(STEPS):
+            assert torch.equal(chain_step(session, scale), wanted)
+        plan, summary = session.plan, session.summary()
+    assert plan is not None
+    assert {item.replay for item in plan.recomputes} == {replay}
+    return summary, plan
+
+
+def test_a_chain_replayed_for_memory_holds_fewer_values_than_one_replayed_for_speed() -> None:
+    values = 1 << 19  # bytes of each
+    speed, speed_plan = replayed_chain(Replay.SPEED)
+    memory, memory_plan = replayed_chain(Replay.MEMORY)
+    for summary, plan in ((speed, speed_plan), (memory, memory_plan)):
+        prediction = plan.simulate()
+        assert len(plan.recomputes) == 11  # the start has no recipe: nothing saved the linear layer's result
+        assert summary.recomputed_bytes == prediction.recomputed_bytes
+        assert abs(summary.measured_peak_bytes / prediction.peak_bytes - 1) < 0.02
+    # The first to be made anew is the end of the chain. For speed all values are there then, as in a plain step; for
+    # memory the start and two more, and what the forward pass holds is as much.
+    assert speed.recomputed_bytes == 11 * values
+    assert memory.recomputed_bytes == sum(range(1, 12)) * values
+    assert speed.measured_peak_bytes - memory.measured_peak_bytes > 7 * values
 
 
 def test_a_plan_that_recomputes_can_be_saved_and_read(tmp_path: Any) -> None:

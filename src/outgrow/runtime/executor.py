@@ -51,7 +51,8 @@ class StepOutcome:
 
     `fault_level` is the fewest live bytes at which an allocator refused memory, 0 if none did. `watched` says that
     the dispatch mode was on, so that `peak_bytes` was measured; `blind` that a profiler of the user's hid what some
-    ops need; `followed` that every tick was the plan's.
+    ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside
+    the true values, which takes time and memory that later steps will not take.
     """
 
     peak_bytes: int
@@ -67,6 +68,7 @@ class StepOutcome:
     watched: bool
     blind: bool
     followed: bool
+    proved: bool
     packs: tuple[int, ...]
 
 
@@ -156,6 +158,7 @@ class Executor:
             watched=self._watched,
             blind=self._blind,
             followed=self._plan is not None and self._tick == len(self._plan.problem.trace.ticks),
+            proved=self._recomputer.proofs > 0,
             packs=tuple(self._packs),
         )
         self._reset(None)
