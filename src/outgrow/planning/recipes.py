@@ -46,7 +46,8 @@ class Recipes:
         trace = problem.trace
         for saved in trace.saved:
             self._saved.add(saved.value)
-            self._wanted_until[saved.value] = max(self._wanted_until.get(saved.value, 0), saved.released)
+            until = min(saved.released, trace.values[saved.value].death)  # an op may write over what was saved
+            self._wanted_until[saved.value] = max(self._wanted_until.get(saved.value, 0), until)
         for tick in trace.ticks:
             if tick.event is Event.UNPACK:
                 self._first_unpack.setdefault(trace.saved[tick.saved].value, tick.op)

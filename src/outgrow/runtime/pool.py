@@ -192,9 +192,8 @@ class Pool:
     def sources_of(self, entry: Entry, recipe: Recipe) -> Iterator[None]:
         """While this lasts, the sources of `entry`'s recipe that were dropped are there.
 
-        Those that are replayed for memory's sake (SuperNeurons, section 3.4) go again as soon as nothing in this burst
-        reads them, and keep their own recipes and what those start from. So at no moment are there more of them than
-        two recipes, one after the other, need.
+        Those that are replayed for memory's sake (SuperNeurons, section 3.4) go again as soon as nothing in this
+        burst reads them, and keep their own recipes and what those start from: of a chain only two are ever there.
         """
         lent: set[Entry] = set()
 

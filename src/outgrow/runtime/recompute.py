@@ -14,8 +14,9 @@ import torch
 
 from outgrow.errors import OutgrowError, TraceMismatch
 from outgrow.planning.plan import Plan, Replay
+from outgrow.runtime.dice import Dice
 from outgrow.runtime.pool import Entry, Pool
-from outgrow.runtime.recipes import Contents, Cookbook, Recipe, contents_by_storage, contents_of, replay
+from outgrow.runtime.recipes import Contents, Cookbook, Given, Recipe, contents_by_storage, contents_of, replay
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts
@@ -74,12 +75,20 @@ class Recomputer:
             self._contents[entry] = contents
 
     def contents_before(
-        self, number: int, facts: OpFacts, inputs: Sequence[torch.Tensor]
-    ) -> Mapping[int, Contents] | None:
-        """What an op is given, by storage, if it is one that recipes run again; None for the others."""
+        self,
+        number: int,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[torch.Tensor],
+    ) -> Given | None:
+        """What an op is given before it runs, if it is one that recipes run again; None for the others."""
         if self._wanted_ops.get(number) != facts.name:
             return None
-        return contents_by_storage(self._ledger, inputs)
+        dice = Dice.before(args, kwargs) if facts.draws else None
+        if facts.draws and dice is None:
+            return None
+        return Given(contents_by_storage(self._ledger, inputs), dice)
 
     def take_down(
         self,
@@ -87,7 +96,7 @@ class Recomputer:
         facts: OpFacts,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        before: Mapping[int, Contents],
+        before: Given,
         result: Any,
     ) -> None:
         """Remember an op that has just run."""
