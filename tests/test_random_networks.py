@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,10 +14,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import outgrow
+import outgrow.session
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Offload, Plan, Recompute, Replay, make_plan
 from outgrow.planning.problem import Problem
 from outgrow.tracing.liveness import plain_profile
+
+pytestmark = pytest.mark.usefixtures("one_thread", "known_machine")
+
+HARDWARE = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9)
+STEPS = 4  # recorded, planned with every recipe proved, planned anew and proved, and one that trusts the proofs
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -163,6 +170,14 @@ class RandomDecisions:
         return make_plan(self.name, problem, tuple(offloads), tuple(recomputes))
 
 
+@pytest.fixture(scope="module")
+def known_machine() -> Iterator[None]:
+    """The plans are random: sessions need not measure the machine for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outgrow.session, "this_machine", lambda: HARDWARE)
+        yield
+
+
 def run(model: nn.Module, k: int) -> None:
     x = torch.randn(2, CHANNELS, 8, 8, generator=torch.Generator().manual_seed(k))
     model(x).pow(2).mean().backward()
@@ -189,21 +204,21 @@ def test_gradients_equal_plain_pytorch_to_the_bit(description: tuple, seed: int,
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(seed)
     plain = []
-    for k in range(3):
+    for k in range(STEPS):
         run(model, k)
         plain.append(gradients(model))
 
     model.load_state_dict(before)
     trace = outgrow.trace(lambda: outgrow.TrainingStep(model, None, lambda: run(model, 0)), fake=False)
     model.zero_grad()
-    problem = Problem(trace, outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9), 1, least_moved_bytes=1)
+    problem = Problem(trace, HARDWARE, 1, least_moved_bytes=1)
     least, most = least_budget(problem).bytes * 1.1 + 8192, plain_profile(trace).peak_bytes
     budget = int(least + max(0, most - least) * tightness)
 
     model.load_state_dict(before)
     torch.manual_seed(seed)
     with outgrow.Session(model, budget=budget, policy=RandomDecisions(seed), least_moved_bytes=1) as session:
-        for k in range(3):
+        for k in range(STEPS):
             with session.step():
                 run(model, k)
             assert same(gradients(model), plain[k])
