@@ -132,6 +132,8 @@ class Recomputer:
         recipe = self._cookbook.compile(contents, self._entry_at.get)
         if recipe is None or (value not in self._verdicts.good and not self._verify(entry, value, recipe)):
             return
+        if self._pool.has_safe_copy(entry):  # the proof took room, and the cache sent this very value away for it
+            return
         self._pool.drop_for(entry, recipe, self._replays.get(value, Replay.SPEED))
 
     def _verify(self, entry: Entry, value: int, recipe: Recipe) -> bool:
