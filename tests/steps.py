@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import outgrow
-from outgrow.planning.plan import Plan, make_plan
+from outgrow.planning.plan import Plan, Replay, make_plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.prefetch import dropped_early, may_be_dropped
 from outgrow.planning.problem import Problem
@@ -41,11 +41,13 @@ Make = Callable[[], Training]
 class RecomputeAll:
     """Drops every value that has a recipe; what is left, the cache sends away."""
 
+    replay: Replay = Replay.SPEED
     name: str = "recompute-all"
 
     def plan(self, problem: Problem) -> Plan:
         chosen = [item for item in problem.candidates if may_be_dropped(problem, item)]
-        return make_plan(self.name, problem, (), dropped_early(problem, chosen))
+        dropped = tuple(replace(item, replay=self.replay) for item in dropped_early(problem, chosen))
+        return make_plan(self.name, problem, (), dropped)
 
     def __str__(self) -> str:
         return self.name

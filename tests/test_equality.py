@@ -210,6 +210,65 @@ def test_a_larger_batch_than_any_before_stays_inside_the_budget() -> None:
     assert all(summary.measured_peak_bytes <= largest for summary in summaries)
 
 
+@pytest.mark.parametrize("policy", ["auto", "lru", RecomputeAll()], ids=str)
+@pytest.mark.parametrize("by_mask", [False, True], ids=["nonzero", "mask"])
+def test_saved_sizes_that_depend_on_the_data(policy: str | Policy, by_mask: bool) -> None:
+    sizes: list[int] = []
+
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        maps = model[0](x * (1 + k % 3) - 0.3 * k)
+        if by_mask:
+            picked = maps[maps > 0.2]
+        else:
+            picked = maps.flatten()[(maps.flatten() > 0.2).nonzero().squeeze(1)]
+        sizes.append(picked.numel())
+        return (torch.sigmoid(picked * 2) * picked.exp()).mean() + model(maps[:, :3].tanh()).pow(2).mean()
+
+    make = supervised(lambda: conv_net(inplace=True), forward)
+    largest = max(budget_for(make_from(make, k), 0.7) for k in range(7))
+    plain = train_plain(make, 7)
+    ours, summaries = train_in_session(make, 7, budget=largest, policy=policy)
+    assert ours == plain
+    assert len(set(sizes[-7:])) == 7
+    assert all(summary.measured_peak_bytes <= largest for summary in summaries)
+
+
+def make_from(make: Make, first: int) -> Make:
+    """The same training, which begins with step number `first`."""
+
+    def later() -> Training:
+        training = make()
+        return Training(training.models, training.optimizers, lambda k: training.run(k + first))
+
+    return later
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru", RecomputeAll()], ids=str)
+def test_a_profiler_of_the_users_in_the_first_step(policy: str | Policy) -> None:
+    make = supervised(lambda: conv_net(inplace=True, dropout=0.2), momentum=0.9)
+
+    def profiled_at_first() -> Training:
+        training = make()
+
+        def run(k: int) -> torch.Tensor:
+            if k > 0:
+                return training.run(k)
+            with torch.profiler.profile(profile_memory=True) as profiler:
+                loss = training.run(k)
+            assert any("convolution_backward" in event.key for event in profiler.key_averages())
+            return loss
+
+        return Training(training.models, training.optimizers, run)
+
+    budget = budget_for(make, 0.6)
+    ours, summaries = train_in_session(profiled_at_first, 6, budget=budget, policy=policy)
+    assert ours == train_plain(make, 6)
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries[1:])
+    # What ops need was hidden in the first step, and is known now: the plan's peak is what was measured.
+    assert summaries[-1].predicted_peak_bytes is not None
+    assert abs(summaries[-1].measured_peak_bytes / summaries[-1].predicted_peak_bytes - 1) < 0.05
+
+
 def test_evaluation_under_no_grad_between_and_inside_steps() -> None:
     def make() -> Training:
         model = conv_net(inplace=True, dropout=0.2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,8 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import outgrow
+from outgrow.planning.plan import Plan, Replay, make_plan
+from outgrow.planning.policies.prefetch import with_prefetch
 from outgrow.planning.problem import Problem
+from outgrow.planning.recipes import burst
 from outgrow.runtime import recompute as recompute_module
+from outgrow.runtime.dice import Dice
 from outgrow.runtime.recipes import Recipe
 from steps import RecomputeAll, digest
 
@@ -20,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 5
 Forward = Callable[[nn.Module, torch.Tensor, int], torch.Tensor]
+Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def network() -> nn.Module:
@@ -101,26 +108,163 @@ def test_a_recipe_that_gives_other_bits_is_never_used(monkeypatch: pytest.Monkey
     assert summary.recomputed_bytes == 0
 
 
-def test_random_ops_have_no_recipe() -> None:
-    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
-        return model(x) * F.dropout(torch.ones(4, 10), 0.5) + F.dropout(model(x), 0.5)
+class Mixed(nn.Module):
+    """A network with something random in its middle."""
 
-    assert_same_as_plain(forward)
-    model = network()
+    def __init__(self, chance: Layer) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8 * 256, 10)
+        self.chance = chance
 
-    def dropped_out() -> None:
-        F.dropout(model(torch.ones(4, 3, 16, 16)), 0.5).sum().backward()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.chance(torch.tanh(self.first(x))).flatten(1))
 
-    trace = outgrow.trace(lambda: outgrow.TrainingStep(model, None, dropped_out), fake=False)
-    problem = Problem(trace, outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9), 1 << 40, least_moved_bytes=1)
-    made_by_chance = [
-        index
-        for index, value in enumerate(trace.values)
-        if value.birth >= 0
-        and ("bernoulli" in trace.ops[value.birth].name or "dropout" in trace.ops[value.birth].name)
-    ]
-    assert made_by_chance
-    assert all(problem.recipes.find(index) is None for index in made_by_chance)
+
+GENERATOR = torch.Generator()
+
+CHANCES: dict[str, Layer] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout in place": lambda x: F.dropout(x * 2, 0.5, inplace=True),
+    "dropout of channels": lambda x: F.dropout2d(x, 0.5),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "native dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "gumbel": lambda x: F.gumbel_softmax(x, dim=1),
+    "attention with dropout": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
+    "noise like": lambda x: x * torch.randn_like(x),
+    "noise into empty": lambda x: x * torch.empty(x.shape).uniform_(0.5, 1),
+    "whole numbers": lambda x: x * torch.empty(x.shape).random_(1, 5),
+    "five normal numbers": lambda x: torch.cat([x[..., :5] * torch.normal(0.0, 1.0, (5,)), x[..., 5:]], -1),
+    "a generator of the user's": lambda x: x * torch.rand(x.shape, generator=GENERATOR).exp(),
+}
+
+
+@dataclass
+class ByChance:
+    """What training with something random left behind: the state, what the user drew, and of a session more."""
+
+    state: str
+    drawn: list[float]
+    summary: outgrow.Summary | None = None
+    plan: outgrow.Plan | None = None
+
+
+def train_by_chance(chance: Layer, *, in_session: bool) -> ByChance:
+    model = Mixed(chance)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(7)
+    GENERATOR.manual_seed(8)
+    drawn: list[float] = []
+    x, y = torch.randn(4, 3, 16, 16), torch.arange(4)
+    with ExitStack() as stack:
+        session = stack.enter_context(opened(model)) if in_session else None
+        for k in range(STEPS):
+            with nullcontext() if session is None else session.step():
+                loss = F.cross_entropy(model(x), y)
+                if k == STEPS - 1:
+                    torch.manual_seed(100)  # between the forward and the backward pass
+                drawn.append(float(torch.randn(1)))
+                loss.backward()
+                drawn += [float(torch.rand(())), float(torch.randn(1)), float(torch.rand((), generator=GENERATOR))]
+                optimizer.step()
+                optimizer.zero_grad()
+        if session is None:
+            return ByChance(digest([model]), drawn)
+        return ByChance(digest([model]), drawn, session.summary(), session.plan)
+
+
+def drawing_recipes(plan: outgrow.Plan) -> list[int]:
+    """The values that a plan drops and whose recipes draw random numbers."""
+    names = ["bernoulli", "dropout", "rrelu", "exponential", "rand", "uniform", "normal"]
+    found = []
+    for item in plan.recomputes:
+        recipe = plan.problem.recipes.find(item.value)
+        assert recipe is not None
+        if any(name in plan.problem.trace.ops[op].name for op in recipe.ops for name in names):
+            found.append(item.value)
+    return found
+
+
+@pytest.mark.parametrize("name", CHANCES)
+def test_what_was_drawn_at_random_is_drawn_once_more(name: str) -> None:
+    plain = train_by_chance(CHANCES[name], in_session=False)
+    ours = train_by_chance(CHANCES[name], in_session=True)
+    assert ours.state == plain.state
+    assert ours.drawn == plain.drawn
+    assert ours.plan is not None
+    assert ours.summary is not None
+    assert drawing_recipes(ours.plan)
+    assert ours.summary.recomputed_bytes == ours.plan.simulate().recomputed_bytes > 0
+
+
+def test_noise_that_autograd_saves_before_it_is_drawn_stays() -> None:
+    plain = train_by_chance(lambda x: F.rrelu(x, training=True), in_session=False)
+    ours = train_by_chance(lambda x: F.rrelu(x, training=True), in_session=True)
+    assert ours.state == plain.state
+    assert ours.drawn == plain.drawn
+    assert ours.plan is not None
+    assert ours.summary is not None
+    assert drawing_recipes(ours.plan) == []
+    assert ours.summary.recomputed_bytes == ours.plan.simulate().recomputed_bytes
+
+
+def test_the_mask_of_a_dropout_is_made_anew_without_what_it_was_laid_on() -> None:
+    plan = train_by_chance(CHANCES["dropout"], in_session=True).plan
+    assert plan is not None
+    (mask,) = drawing_recipes(plan)
+    recipe = plan.problem.recipes.find(mask)
+    assert recipe is not None
+    names = [plan.problem.trace.ops[op].name.split(".")[1] for op in recipe.ops]
+    assert names == ["empty_like", "bernoulli_", "div_"]
+    assert recipe.sources == ()
+
+
+@pytest.mark.parametrize("name", ["dropout", "noise like", "a generator of the user's"])
+def test_a_random_op_whose_generator_is_not_put_back_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train_by_chance(CHANCES[name], in_session=False)
+    monkeypatch.setattr(Dice, "cast_again", lambda dice: kept_as_they_are(dice.generator))
+    ours = train_by_chance(CHANCES[name], in_session=True)
+    assert ours.state == plain.state
+    assert ours.drawn == plain.drawn
+    assert ours.plan is not None
+    assert ours.summary is not None
+    by_chance = sum(ours.plan.problem.trace.values[value].nbytes for value in drawing_recipes(ours.plan))
+    assert by_chance > 0
+    assert ours.summary.recomputed_bytes == ours.plan.simulate().recomputed_bytes - by_chance
+
+
+@contextmanager
+def kept_as_they_are(generator: torch.Generator) -> Iterator[None]:
+    """Draws new numbers where the old ones were wanted; the user's are as they were."""
+    users = generator.get_state()
+    generator.seed()
+    yield
+    generator.set_state(users)
+
+
+def test_what_lay_in_memory_by_chance_has_no_recipe() -> None:
+    def partly_written(x: torch.Tensor) -> torch.Tensor:
+        factor = torch.empty(x.shape)
+        factor[:2].fill_(2)
+        factor[2:].copy_(x[2:].detach())
+        return x * factor
+
+    def read_first(x: torch.Tensor) -> torch.Tensor:
+        factor = torch.empty(x.shape)
+        return x * torch.where(factor == factor, 2.0, 2.0) * factor.fill_(3)
+
+    for chance in (partly_written, read_first):
+        plain = train_by_chance(chance, in_session=False)
+        ours = train_by_chance(chance, in_session=True)
+        assert ours.state == plain.state
+        assert ours.plan is not None
+        trace = ours.plan.problem.trace
+        empties = {number for number, op in enumerate(trace.ops) if op.name.startswith("aten.empty")}
+        assert empties
+        for item in ours.plan.recomputes:
+            recipe = ours.plan.problem.recipes.find(item.value)
+            assert recipe is not None
+            assert not empties & set(recipe.ops)
 
 
 def test_a_write_behind_the_dispatcher_is_noticed() -> None:
@@ -204,6 +348,142 @@ def test_a_chain_of_dropped_values_may_be_longer_than_pythons_stack() -> None:
         assert model.scale.grad is not None
         found.append(model.scale.grad.clone())
     assert torch.equal(*found)
+
+
+def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:
+    """Cheap ops on a large map, each of which saves its result."""
+    for number in range(length):
+        x = torch.sigmoid(x) if number % 2 else torch.tanh(x)
+    return x
+
+
+def chain_step(session: outgrow.Session | None, scale: nn.Linear, forward: Any = chain) -> torch.Tensor:
+    """One step of a chain, within a session or plain; its gradient."""
+    x = torch.linspace(-2, 2, 1 << 17).view(-1, 16)
+    with nullcontext() if session is None else session.step():
+        forward(scale(x)).sum().backward()
+        assert scale.weight.grad is not None
+        gradient = scale.weight.grad.clone()
+        scale.zero_grad()
+    return gradient
+
+
+def replayed_chain(replay: Replay) -> tuple[outgrow.Summary, outgrow.Plan]:
+    """What the last of some steps of a chain measured, and its plan. Gradients are compared with plain PyTorch's."""
+    torch.manual_seed(0)
+    scale = nn.Linear(16, 16)
+    wanted = chain_step(None, scale)
+    with outgrow.Session(scale, budget="1GiB", policy=RecomputeAll(replay), least_moved_bytes=1) as session:
+        for _ in range(STEPS):
+            assert torch.equal(chain_step(session, scale), wanted)
+        plan, summary = session.plan, session.summary()
+    assert plan is not None
+    assert {item.replay for item in plan.recomputes} == {replay}
+    return summary, plan
+
+
+def test_a_chain_replayed_for_memory_holds_fewer_values_than_one_replayed_for_speed() -> None:
+    values = 1 << 19  # bytes of each
+    speed, speed_plan = replayed_chain(Replay.SPEED)
+    memory, memory_plan = replayed_chain(Replay.MEMORY)
+    for summary, plan in ((speed, speed_plan), (memory, memory_plan)):
+        prediction = plan.simulate()
+        assert len(plan.recomputes) == 11  # the start has no recipe: nothing saved the linear layer's result
+        assert summary.recomputed_bytes == prediction.recomputed_bytes
+        assert abs(summary.measured_peak_bytes / prediction.peak_bytes - 1) < 0.02
+    # The first to be made anew is the end of the chain. For speed all values are there then, as in a plain step; for
+    # memory the start and two more, and what the forward pass holds is as much.
+    assert speed.recomputed_bytes == 11 * values
+    assert memory.recomputed_bytes == sum(range(1, 12)) * values
+    assert speed.measured_peak_bytes - memory.measured_peak_bytes > 7 * values
+
+
+@pytest.mark.parametrize("replay", Replay)
+def test_values_that_many_recipes_share_are_made_once_in_a_burst(replay: Replay) -> None:
+    def residual(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(16):
+            x = torch.sigmoid(x + torch.tanh(x) * x)
+        return x
+
+    torch.manual_seed(0)
+    scale = nn.Linear(16, 16)
+    wanted = chain_step(None, scale, residual)
+    with outgrow.Session(scale, budget="1GiB", policy=RecomputeAll(replay), least_moved_bytes=1) as session:
+        for _ in range(STEPS):
+            assert torch.equal(chain_step(session, scale, residual), wanted)
+        plan, summary = session.plan, session.summary()
+    assert plan is not None
+    prediction = plan.simulate()
+    assert summary.recomputed_bytes == prediction.recomputed_bytes
+    assert abs(summary.measured_peak_bytes / prediction.peak_bytes - 1) < 0.02
+    # Each burst makes a value once at most. Twice for each reader would be 2^16 times in all.
+    assert summary.recomputed_bytes <= len(plan.recomputes) ** 2 * (1 << 19)
+
+
+@pytest.mark.parametrize("replay", Replay)
+def test_what_a_burst_starts_from_may_come_from_the_disk(replay: Replay) -> None:
+    plain, ours = network(), network()
+    train(plain, straight, None)
+    with outgrow.Session(ours, budget="1GiB", policy=DropBetweenOffloads(replay), least_moved_bytes=1) as session:
+        train(ours, straight, session)
+        summary = session.summary()
+    assert digest([ours]) == digest([plain])
+    assert summary.recomputed_bytes > 0
+    assert summary.offloaded_bytes > 0
+
+
+@dataclass(frozen=True)
+class DropBetweenOffloads:
+    """Every third value goes to the disk, the others are dropped."""
+
+    replay: Replay
+    name: str = "drop between offloads"
+
+    def plan(self, problem: Problem) -> Plan:
+        everything = RecomputeAll(self.replay).plan(problem).recomputes
+        offloaded = {item.value for item in problem.candidates[::3]}
+        dropped = tuple(item for item in everything if item.value not in offloaded)
+        return make_plan(self.name, problem, with_prefetch(problem, problem.candidates[::3]), dropped)
+
+
+def test_a_burst_makes_each_value_once_and_says_when_nobody_reads_it_any_more() -> None:
+    missing = {"end": ["c", "b"], "c": ["b", "a"], "b": ["a"], "a": []}
+    assert burst("end", missing.__getitem__) == ([("a", []), ("b", []), ("c", ["a"])], ["b", "c"])
+    chain = [*range(5000)]
+    sources, unread = burst(5000, lambda number: [number - 1] if number else [])
+    assert sources == [(number, [number - 1] if number else []) for number in chain]
+    assert unread == [4999]
+
+
+def test_a_replay_that_fails_leaves_what_it_borrowed_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    scale = nn.Linear(16, 16)
+    wanted = chain_step(None, scale)
+    really_replay = recompute_module.replay
+    calls_left = -1
+
+    def replay_or_fail(recipe: Recipe, *rest: Any) -> torch.UntypedStorage:
+        nonlocal calls_left
+        calls_left -= 1
+        if calls_left == 0:
+            raise outgrow.OutgrowError("the replay was told to fail")
+        return really_replay(recipe, *rest)
+
+    monkeypatch.setattr(recompute_module, "replay", replay_or_fail)
+    policy = RecomputeAll(Replay.MEMORY)
+    with outgrow.Session(scale, budget="1GiB", policy=policy, least_moved_bytes=1) as session:
+        for _ in range(STEPS):
+            chain_step(session, scale)
+        with session.step():
+            loss = chain(scale(torch.linspace(-2, 2, 1 << 17).view(-1, 16))).sum()
+            calls_left = 5
+            with pytest.raises(outgrow.OutgrowError, match="told to fail"):
+                loss.backward(retain_graph=True)
+            assert calls_left == 0
+            assert all(entry.storage is None for entry in session._pool.dropped)
+            loss.backward()
+        assert scale.weight.grad is not None
+        assert torch.equal(scale.weight.grad, wanted)
 
 
 def test_a_plan_that_recomputes_can_be_saved_and_read(tmp_path: Any) -> None:

@@ -345,6 +345,8 @@ class Session:
 
     def _compare(self, kind: _Kind, outcome: StepOutcome) -> None:
         """Adapt: where measurement and prediction differ, the next step is recorded and planned anew."""
+        if outcome.proved:
+            return
         kind.recent.append(outcome.seconds)
         del kind.recent[:-3]
         if not outcome.watched:

@@ -6,7 +6,9 @@ on the disk, or dropped with a recipe of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from outgrow.planning.problem import Problem
 from outgrow.tracing.ir import Event, Kind
@@ -14,6 +16,8 @@ from outgrow.tracing.ir import Event, Kind
 # A longer run is seldom worth it, and its intermediate values add up.
 _MOST_OPS = 12
 _STATE = frozenset({Kind.PARAMETER, Kind.BUFFER})
+
+_Item = TypeVar("_Item", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ class Recipes:
         trace = problem.trace
         for saved in trace.saved:
             self._saved.add(saved.value)
-            self._wanted_until[saved.value] = max(self._wanted_until.get(saved.value, 0), saved.released)
+            until = min(saved.released, trace.values[saved.value].death)  # an op may write over what was saved
+            self._wanted_until[saved.value] = max(self._wanted_until.get(saved.value, 0), until)
         for tick in trace.ticks:
             if tick.event is Event.UNPACK:
                 self._first_unpack.setdefault(trace.saved[tick.saved].value, tick.op)
@@ -81,6 +86,34 @@ class Recipes:
                     ask.append(index)
         order = tuple(sorted(ops))
         return Recipe(value, order, tuple(sorted(sources)), sum(trace.ops[op].seconds for op in order))
+
+
+def burst(
+    target: _Item, missing: Callable[[_Item], Sequence[_Item]]
+) -> tuple[list[tuple[_Item, list[_Item]]], list[_Item]]:
+    """What must be made before `target` can be, in order, and what nothing reads from some moment on.
+
+    `missing` gives the sources of an item that are not there. Each item is made once in a burst and comes with
+    those that no recipe of the burst reads after its own has run; so does, at the end, the target. Without recursion:
+    chains are as long as the network is deep. The simulator and the pool both go by this.
+    """
+    sources: dict[_Item, Sequence[_Item]] = {}
+    order: dict[_Item, None] = {}
+    waiting = [target]
+    while waiting:
+        last = waiting[-1]
+        if last not in sources:
+            sources[last] = missing(last)
+            waiting.extend(item for item in reversed(sources[last]) if item not in sources)
+        else:
+            order[last] = None  # what it is made of stands before it
+            waiting.pop()
+    reader = {source: item for item in order for source in sources[item]}  # the last one
+    unread: dict[_Item, list[_Item]] = {item: [] for item in order}
+    for source, item in reader.items():
+        unread[item].append(source)
+    after_target = unread.pop(target)
+    return list(unread.items()), after_target
 
 
 def recipe_of(problem: Problem, value: int) -> Recipe | None:

@@ -11,9 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outgrow.planning.plan import Plan
+from outgrow.planning.plan import Plan, Replay
 from outgrow.planning.problem import Problem
-from outgrow.planning.recipes import Recipe
+from outgrow.planning.recipes import Recipe, burst
 from outgrow.tracing.ir import Event
 from outgrow.tracing.liveness import average
 
@@ -102,6 +102,8 @@ class _Walk:
                 movable = problem.is_movable(saved.value)
                 self._entries[saved.value] = _Entry(value.nbytes, value.held, movable)
         self._recent: OrderedDict[int, None] = OrderedDict()
+        # Values that go again at once when they were made anew for another's sake.
+        self._brief = {item.value for item in plan.recomputes if item.replay is Replay.MEMORY}
         self._actions = _actions(plan)
         self._births, self._deaths = _births_and_deaths(problem)
         self._early_ends, self._late_ends = _ends(problem)
@@ -224,23 +226,34 @@ class _Walk:
 
     def _rebuild(self, value: int) -> None:
         """Make a dropped value anew, after those of its sources that were dropped too, and theirs."""
-        waiting = [value]
-        while waiting:
-            recipe = self.problem.recipes.find(waiting[-1])
-            assert recipe is not None, "only what has a recipe is dropped"
-            gone = [
-                source
-                for source in recipe.sources
-                if not self._entries[source].resident and self._entries[source].dropped
-            ]
-            if not self._entries[waiting[-1]].dropped:
-                waiting.pop()
-            elif gone:
-                waiting += gone
-            else:
-                self._rebuild_one(waiting.pop(), recipe)
+        sources, unread = burst(value, self._missing)
+        for source, no_longer_read in sources:
+            self._rebuild_one(source)
+            self._entries[source].dropped = source in self._brief
+            self._free_brief(no_longer_read)
+        self._rebuild_one(value)
+        self._free_brief(unread)
 
-    def _rebuild_one(self, value: int, recipe: Recipe) -> None:
+    def _missing(self, value: int) -> list[int]:
+        entries = self._entries
+        return [
+            source
+            for source in self._recipe(value).sources
+            if not entries[source].resident and entries[source].dropped
+        ]
+
+    def _free_brief(self, values: Sequence[int]) -> None:
+        for value in values:
+            if value in self._brief and self._entries[value].resident:
+                self._free(value)
+
+    def _recipe(self, value: int) -> Recipe:
+        recipe = self.problem.recipes.find(value)
+        assert recipe is not None, "only what has a recipe is dropped"
+        return recipe
+
+    def _rebuild_one(self, value: int) -> None:
+        recipe = self._recipe(value)
         for source in recipe.sources:
             self._request(source)
             self._wait_until(self._entries[source].arrives)

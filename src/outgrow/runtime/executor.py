@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.planning.plan import Plan
 from outgrow.runtime.care import Need, OpNeeds
+from outgrow.runtime.dice import Dice
 from outgrow.runtime.handles import Handle
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Recomputer, Verdicts
@@ -51,7 +52,8 @@ class StepOutcome:
 
     `fault_level` is the fewest live bytes at which an allocator refused memory, 0 if none did. `watched` says that
     the dispatch mode was on, so that `peak_bytes` was measured; `blind` that a profiler of the user's hid what some
-    ops need; `followed` that every tick was the plan's.
+    ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside
+    the true values, which takes time and memory that later steps will not take.
     """
 
     peak_bytes: int
@@ -67,6 +69,7 @@ class StepOutcome:
     watched: bool
     blind: bool
     followed: bool
+    proved: bool
     packs: tuple[int, ...]
 
 
@@ -156,6 +159,7 @@ class Executor:
             watched=self._watched,
             blind=self._blind,
             followed=self._plan is not None and self._tick == len(self._plan.problem.trace.ticks),
+            proved=self._recomputer.proofs > 0,
             packs=tuple(self._packs),
         )
         self._reset(None)
@@ -363,7 +367,7 @@ class Executor:
         see = self._ledger.see
         for tensor in inputs:
             see(tensor)
-        contents = self._recomputer.contents_before(self._op, facts, inputs)
+        contents = self._recomputer.contents_before(self._op, facts, args, kwargs, inputs)
         self._op += 1
         signature, need = self._needs.before(func, facts, args, kwargs)
         self._prepare(facts, need)
@@ -422,7 +426,7 @@ class Executor:
         """Call the op; where memory runs out, evict and call again (a page fault)."""
         call: _RunOp = _run_here if need.measured else measured_call
         # What it drew before memory ran out it must draw again.
-        dice = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
+        dice = Dice.before(args, kwargs) if facts.draws else None
         while True:
             try:
                 return call(func, args, kwargs)
@@ -436,7 +440,7 @@ class Executor:
                 else:
                     self._pool.page_fault(error, need.likely_bytes, facts.name)
             if dice is not None:
-                torch.set_rng_state(dice)
+                dice.put_back()
 
     def _make_room(self, likely: int, certain: int | None = None) -> None:
         certain = likely if certain is None else certain

@@ -9,12 +9,15 @@ from __future__ import annotations
 import errno
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from outgrow.errors import DeviceOutOfMemory, SpillError
+from outgrow.planning.plan import Replay
+from outgrow.planning.recipes import burst
 from outgrow.runtime.copies.cpu import Copy, CpuCopies
 from outgrow.runtime.tiers import heap
 from outgrow.runtime.tiers.disk import Slot, SpillFile
@@ -35,9 +38,9 @@ class Entry:
 
     `storage` is the pool's own hold on its memory, None while the value is away (or only others hold it).
     `record` is the ledger's record of the storage that holds, or last held, the value. `slot` has its bytes once
-    a copy out was finished; `recipe` makes the value anew where it was dropped. `serial` and `version` say which
-    contents of which storage it was saved from. `epoch` is the last step that saved it, `saved_index` its number
-    in that step's record.
+    a copy out was finished; `recipe` makes the value anew where it was dropped, and `replay` says what becomes of it
+    when that was done for another value's sake. `serial` and `version` say which contents of which storage it was
+    saved from. `epoch` is the last step that saved it, `saved_index` its number in that step's record.
     """
 
     __slots__ = (
@@ -47,6 +50,7 @@ class Entry:
         "reading",
         "recipe",
         "record",
+        "replay",
         "saved_index",
         "serial",
         "slot",
@@ -64,6 +68,7 @@ class Entry:
         self.handles = 0
         self.slot: Slot | None = None
         self.recipe: Recipe | None = None
+        self.replay = Replay.SPEED
         self.writing: Copy | None = None
         self.reading: Copy | None = None
         self.epoch = self.saved_index = -1
@@ -161,11 +166,11 @@ class Pool:
             self._let_go(entry)
             falling += self._sources_left(entry)
 
-    def drop_for(self, entry: Entry, recipe: Recipe) -> None:
+    def drop_for(self, entry: Entry, recipe: Recipe, replay: Replay) -> None:
         """Let go of a value that `recipe` makes anew. What the recipe starts from stays until then."""
         for source in recipe.sources.values():
             source.handles += 1
-        entry.recipe = recipe
+        entry.recipe, entry.replay = recipe, replay
         self.dropped.add(entry)
         self._let_go(entry)
 
@@ -174,22 +179,58 @@ class Pool:
         return entry.storage is None or entry.slot is not None or entry.writing is not None
 
     def restore(self, entry: Entry) -> torch.UntypedStorage:
-        """Make a dropped value anew, after those of its sources that were dropped too, and theirs."""
-        waiting = [entry]
-        while waiting:  # chains are as long as the network is deep
-            last = waiting[-1]
-            if last.storage is not None or self._find_again(last):
-                waiting.pop()
-                continue
-            assert last.recipe is not None
-            gone = [item for item in last.recipe.sources.values() if item.storage is None and item.slot is None]
-            gone = [item for item in gone if not self._find_again(item)]
-            if gone:
-                waiting.extend(gone)
-            else:
-                self._restore_one(waiting.pop())
+        """Make a dropped value anew for its own use, after those of its sources that were dropped too, and theirs."""
+        if entry.storage is None and not self._find_again(entry):
+            assert entry.recipe is not None
+            with self.sources_of(entry, entry.recipe):
+                self._restore_one(entry)
+                self._keep(entry)
         assert entry.storage is not None
         return entry.storage
+
+    @contextmanager
+    def sources_of(self, entry: Entry, recipe: Recipe) -> Iterator[None]:
+        """While this lasts, the sources of `entry`'s recipe that were dropped are there.
+
+        Those that are replayed for memory's sake (SuperNeurons, section 3.4) go again as soon as nothing in this
+        burst reads them, and keep their own recipes and what those start from: of a chain only two are ever there.
+        """
+        lent: set[Entry] = set()
+
+        def missing(item: Entry) -> list[Entry]:
+            wanted = recipe if item is entry else item.recipe
+            assert wanted is not None, "what is neither here nor on the disk has a recipe"
+            gone = []
+            for _, source in sorted(wanted.sources.items(), key=lambda named: named[0]):
+                if source.storage is not None or source.slot is not None:
+                    continue
+                if source.replay is Replay.SPEED:
+                    if not self._find_again(source):
+                        gone.append(source)
+                else:
+                    lent.add(source)
+                    source.storage = source.record.storage()  # somebody else may have kept it alive
+                    if source.storage is None:
+                        gone.append(source)
+            return gone
+
+        def give_back(items: Iterable[Entry]) -> None:
+            for item in items:
+                if item in lent:
+                    lent.discard(item)
+                    self._let_go(item)
+
+        try:
+            sources, unread = burst(entry, missing)
+            for source, no_longer_read in sources:
+                self._restore_one(source)
+                if source not in lent:
+                    self._keep(source)
+                give_back(no_longer_read)
+            yield
+            give_back(unread)
+        finally:
+            give_back(list(lent))
 
     def _restore_one(self, entry: Entry) -> None:
         storage = self._rebuild(entry)
@@ -197,6 +238,9 @@ class Pool:
         self._forget_place(entry)
         entry.record = self._ledger.see_storage(storage)
         self._at.setdefault(entry.record.serial, []).append(entry)
+
+    def _keep(self, entry: Entry) -> None:
+        """A value that was made anew stays until its own use."""
         self._forget_recipe(entry)
         self._touch(entry)
         self._on_arrival(entry)
@@ -466,8 +510,9 @@ class Pool:
         self.stall_seconds += time.perf_counter() - start
 
     def _touch(self, entry: Entry) -> None:
-        self._recent[entry] = None
-        self._recent.move_to_end(entry)
+        if entry.recipe is None:  # else it is away, or there for a moment: nothing that the cache could send away
+            self._recent[entry] = None
+            self._recent.move_to_end(entry)
 
     def holdings(self) -> str:
         """What the pool has in memory, for error messages."""

@@ -8,11 +8,13 @@ stay, wherever they are, and training state is compared by version before it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from outgrow.runtime.dice import Dice
 from outgrow.runtime.pool import Entry
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
@@ -58,11 +60,26 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor of which a call read no elements, kept without memory (on the meta device)."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What an op is given before it runs: the contents of its arguments by storage, and its dice if it draws."""
+
+    contents: Mapping[int, Contents]
+    dice: Dice | None
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an op. `args` and `kwargs` have a `Window` or a `State` in place of each tensor.
+    """One call of an op. `args` and `kwargs` have a `Window`, a `State` or a `Shape` in place of each tensor.
 
     `writes` are the contents that it replaced, each with what they became; `made` what its outputs are, in order
-    (None for one that is no plain tensor).
+    (None for one that is no plain tensor). `dice` are as they were before it drew random numbers.
     """
 
     func: Any
@@ -72,6 +89,7 @@ class Call:
     states: tuple[State, ...]
     writes: tuple[tuple[Contents, Contents], ...]
     made: tuple[Contents | None, ...]
+    dice: Dice | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +123,22 @@ class Cookbook:
         facts: OpFacts,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        before: Mapping[int, Contents],
+        before: Given,
         result: Any,
     ) -> None:
-        """Remember a call that has just run. `before` has what each storage that it was given held until then."""
+        """Remember a call that has just run. `before` has what it was given."""
         reads: list[Contents] = []
         states: list[State] = []
+        if facts.reads_shape and _is_strided(args[0]):
+            # The result is made where the true one was, not where its shape's stand-in is.
+            kwargs = {**kwargs, "device": kwargs.get("device") or args[0].device}
+            args = (_shape_of(args[0]), *args[1:])
         buffers_are_read = not _only_updates_buffers(func, args)
         try:
-            kept_args = tuple(self._kept(item, before, reads, states, buffers_are_read) for item in args)
+            kept_args = [self._kept(item, before.contents, reads, states, buffers_are_read) for item in args]
             kept_kwargs = {
-                name: self._kept(item, before, reads, states, buffers_are_read) for name, item in kwargs.items()
+                name: self._kept(item, before.contents, reads, states, buffers_are_read)
+                for name, item in kwargs.items()
             }
         except _NoWindow:
             return
@@ -125,12 +148,14 @@ class Cookbook:
             if record is None or self._kinds.get(record.serial, Kind.BUFFER) is not Kind.BUFFER:
                 return  # training state cannot be changed twice
             if record.serial not in self._kinds:
-                writes.append((before[record.serial], contents_of(record)))
+                writes.append((before.contents[record.serial], contents_of(record)))
         made: list[Contents | None] = []
         for tensor in outputs_of(result):
             record = self._ledger.see(tensor)
             made.append(None if record is None or tensor.layout is not torch.strided else contents_of(record))
-        call = Call(func, kept_args, kept_kwargs, tuple(reads), tuple(states), tuple(writes), tuple(made))
+        call = Call(
+            func, tuple(kept_args), kept_kwargs, tuple(reads), tuple(states), tuple(writes), tuple(made), before.dice
+        )
         for contents in (*made, *(new for _, new in writes)):
             if contents is not None and contents[0] not in self._kinds:
                 self._made_by[contents] = call
@@ -194,6 +219,14 @@ class _NoWindow(Exception):
     """An argument that cannot be named by contents."""
 
 
+def _is_strided(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.layout is torch.strided and not item.is_nested
+
+
+def _shape_of(tensor: torch.Tensor) -> Shape:
+    return Shape(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+
+
 def _only_updates_buffers(func: Any, args: Sequence[Any]) -> bool:
     """Batch norm in training does not look at its running statistics. It updates them, and does not say so."""
     if "batch_norm" not in str(func):
@@ -245,7 +278,8 @@ def replay(
             given.setdefault(contents, storage)
         args = tuple(_given(item, given) for item in call.args)
         kwargs = {name: _given(item, given) for name, item in call.kwargs.items()}
-        result = run(call.func, args, kwargs)
+        with nullcontext() if call.dice is None else call.dice.cast_again():
+            result = run(call.func, args, kwargs)
         for contents in call.reads:
             if left[contents] == 0 and contents != recipe.target:
                 there.pop(contents, None)
@@ -275,4 +309,4 @@ def _given(item: Any, storages: Mapping[Contents, torch.UntypedStorage]) -> Any:
         return item.on(storages[item.contents])
     if isinstance(item, State):
         return item.alias.clone() if item.is_buffer else item.alias
-    return item
+    return item.tensor if isinstance(item, Shape) else item

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from outgrow.errors import OutgrowError, TraceMismatch
-from outgrow.planning.plan import Plan
+from outgrow.planning.plan import Plan, Replay
+from outgrow.runtime.dice import Dice
 from outgrow.runtime.pool import Entry, Pool
-from outgrow.runtime.recipes import Contents, Cookbook, Recipe, contents_by_storage, contents_of, replay
+from outgrow.runtime.recipes import Contents, Cookbook, Given, Recipe, contents_by_storage, contents_of, replay
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts
@@ -35,6 +36,7 @@ class Recomputer:
     Attributes:
         seconds: time spent on making values anew in this step.
         nbytes: bytes of the values that were made anew in this step.
+        proofs: recipes that were tried beside the true values in this step.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class Recomputer:
         """A step begins. `verdicts` says which of the plan's recipes can be trusted, and is added to."""
         self.seconds = 0.0
         self.nbytes = 0
+        self.proofs = 0
         self._verdicts = verdicts
         self._cookbook = Cookbook(self._ledger, kinds)
         self._wanted_ops = _ops_of_recipes(plan) if plan is not None else {}
+        self._replays = {item.value: item.replay for item in plan.recomputes} if plan is not None else {}
         self._entry_at: dict[Contents, Entry] = {}
         self._contents: dict[Entry, Contents] = {}
 
@@ -71,12 +75,20 @@ class Recomputer:
             self._contents[entry] = contents
 
     def contents_before(
-        self, number: int, facts: OpFacts, inputs: Sequence[torch.Tensor]
-    ) -> Mapping[int, Contents] | None:
-        """What an op is given, by storage, if it is one that recipes run again; None for the others."""
+        self,
+        number: int,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[torch.Tensor],
+    ) -> Given | None:
+        """What an op is given before it runs, if it is one that recipes run again; None for the others."""
         if self._wanted_ops.get(number) != facts.name:
             return None
-        return contents_by_storage(self._ledger, inputs)
+        dice = Dice.before(args, kwargs) if facts.draws else None
+        if facts.draws and dice is None:
+            return None
+        return Given(contents_by_storage(self._ledger, inputs), dice)
 
     def take_down(
         self,
@@ -84,7 +96,7 @@ class Recomputer:
         facts: OpFacts,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        before: Mapping[int, Contents],
+        before: Given,
         result: Any,
     ) -> None:
         """Remember an op that has just run."""
@@ -120,14 +132,18 @@ class Recomputer:
         recipe = self._cookbook.compile(contents, self._entry_at.get)
         if recipe is None or (value not in self._verdicts.good and not self._verify(entry, value, recipe)):
             return
-        self._pool.drop_for(entry, recipe)
+        if self._pool.has_safe_copy(entry):  # the proof took room, and the cache sent this very value away for it
+            return
+        self._pool.drop_for(entry, recipe, self._replays.get(value, Replay.SPEED))
 
     def _verify(self, entry: Entry, value: int, recipe: Recipe) -> bool:
         """The true value is still there: make it anew and compare, once for each plan."""
         true = entry.storage
         assert true is not None
+        self.proofs += 1
         try:
-            made = self._replay(recipe)
+            with self._pool.sources_of(entry, recipe):
+                made = self._replay(recipe)
         except OutgrowError:  # no room to try: try again in the next step
             return False
         same = made.nbytes() == true.nbytes() and torch.equal(_bytes_of(made), _bytes_of(true))

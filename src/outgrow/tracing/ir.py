@@ -52,7 +52,9 @@ class Op:
 
     `moved_bytes` are read plus written; `workspace_bytes` is what the op holds, at its worst moment, beyond
     what was alive before it and the outputs that it leaves. `seconds` is 0.0 where no clock ran. `repeatable` says
-    that the op, run again on the same inputs, may be expected to give the same outputs.
+    that the op, run again on the same inputs, may be expected to give the same outputs as far as anybody reads them:
+    `empty` is where another op overwrites all of its result at once. An op that only asks an argument for its shape
+    does not have it among its `inputs`.
     """
 
     name: str

@@ -8,8 +8,28 @@ from typing import Any
 
 import torch
 
-# Ops whose results hold whatever lay in memory, and ops over lists, which the update makes.
-_OPAQUE = ("aten.empty", "aten.new_empty", "aten._empty", "aten._foreach_", "aten._fused_")
+# Ops whose results hold whatever lay in memory.
+_BLANK = ("aten.empty", "aten.new_empty", "aten._empty")
+# Ops over lists, which the update makes.
+_OVER_LISTS = ("aten._foreach_", "aten._fused_")
+# Ops that replace what they write to and do not look at what was there.
+_OVERWRITING = frozenset(
+    {
+        "bernoulli_",
+        "cauchy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    }
+)
+# These draw random numbers and do not carry the tag.
+_UNTAGGED_DICE = frozenset({"random", "random_"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +40,12 @@ class OpFacts:
     `makes_outputs`: some result is fresh memory, as far as the schema tells.
     `is_bookkeeping`: it computes nothing (profiler marks, questions about a tensor) and is no part of a step.
     `writes`: positions (int) or names (str) of the arguments that it writes to.
-    `is_repeatable`: run again on the same inputs it gives the same outputs, as far as its schema tells. Only
-    PyTorch's own ops are trusted that far.
+    `is_repeatable`: run again on the same inputs it gives the same outputs, as far as its schema tells (where it
+    draws random numbers: on a generator in the same state). Only PyTorch's own ops are trusted that far.
+    `draws`: it draws from a random generator.
+    `is_blank`: its result holds whatever lay in memory.
+    `overwrites`: it does not read what it writes to.
+    `reads_shape`: of its first argument it reads no elements: `zeros_like`, `x.new_empty`.
     """
 
     name: str
@@ -30,6 +54,10 @@ class OpFacts:
     is_bookkeeping: bool
     writes: tuple[int | str, ...]
     is_repeatable: bool
+    draws: bool
+    is_blank: bool
+    overwrites: bool
+    reads_shape: bool
 
 
 def facts_of(func: Any) -> OpFacts:
@@ -41,18 +69,23 @@ def facts_of(func: Any) -> OpFacts:
         if alias is not None and alias.is_write:
             writes.append(argument.name if argument.kwarg_only else position)
     returns = schema.returns
+    name = str(func)
+    is_aten = func.namespace == "aten"
+    base = name.split(".")[1] if is_aten else ""
+    is_blank = name.startswith(_BLANK)
+    takes_one_tensor = sum("Tensor" in str(argument.type) for argument in schema.arguments) == 1
     is_view = bool(returns) and not writes and all(item.alias_info is not None for item in returns)
     return OpFacts(
-        name=str(func),
+        name=name,
         is_view=is_view,
         makes_outputs=any(item.alias_info is None for item in returns),
         is_bookkeeping=func.namespace in ("prim", "profiler"),
         writes=tuple(writes),
-        is_repeatable=(
-            func.namespace == "aten"
-            and torch.Tag.nondeterministic_seeded not in func.tags
-            and not str(func).startswith(_OPAQUE)
-        ),
+        is_repeatable=is_aten and not is_blank and not name.startswith(_OVER_LISTS),
+        draws=torch.Tag.nondeterministic_seeded in func.tags or base in _UNTAGGED_DICE,
+        is_blank=is_blank,
+        overwrites=base in _OVERWRITING,
+        reads_shape=takes_one_tensor and (base.endswith("_like") or base.startswith("new_")),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class Recorder:
         self._current: dict[int, int] = {}
         self._watched: OrderedDict[int, StorageRecord] = OrderedDict()
         self._backward_module = ""
+        self._blank: dict[int, int] = {}  # values that nobody has read or written yet, by the `empty` that made them
 
     @property
     def now(self) -> int:
@@ -97,11 +98,14 @@ class Recorder:
         in_backward = torch._C._current_graph_task_id() != -1
         read: dict[int, None] = {}
         moved = 0
-        for tensor in inputs:
+        for position, tensor in enumerate(inputs):
             record = self._ledger.see(tensor)
             if record is not None:
-                read[self._value_of(record)] = None
-                moved += nbytes_of(tensor)
+                value = self._value_of(record)
+                if position > 0 or not facts.reads_shape:
+                    read[value] = None
+                    moved += nbytes_of(tensor)
+        self._judge_blanks(facts, args, kwargs, read)
         born: dict[int, None] = {}
         for tensor in written_tensors(facts, args, kwargs):
             record = self._ledger.see(tensor)
@@ -118,6 +122,8 @@ class Recorder:
                 known = self._new_value(record, 0, Kind.TEMPORARY, now)
                 new_bytes += record.nbytes
                 born[known] = None
+                if facts.is_blank:
+                    self._blank[known] = now
             if accumulates:
                 self._values[known].kind = Kind.GRADIENT
             if not facts.is_view:
@@ -139,11 +145,27 @@ class Recorder:
                 moved_bytes=0 if facts.is_view else moved,
                 workspace_bytes=max(0, rise_bytes - new_bytes),
                 seconds=seconds,
-                repeatable=facts.is_repeatable,
+                repeatable=facts.is_repeatable and (not facts.draws or self._ledger.device_type == "cpu"),
             )
         )
         if self._watched:
             self._look_at_holders()
+
+    def _judge_blanks(
+        self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], read: Iterable[int]
+    ) -> None:
+        """What lay in memory before does not matter where the first op that wants it overwrites all of it."""
+        if not self._blank or facts.is_view:
+            return
+        if facts.overwrites:
+            for tensor in written_tensors(facts, args, kwargs):
+                record = self._ledger.see(tensor)
+                if record is not None and nbytes_of(tensor) == record.nbytes:
+                    maker = self._blank.pop(self._value_of(record), None)
+                    if maker is not None:
+                        self._ops[maker] = replace(self._ops[maker], repeatable=True)
+        for value in read:
+            self._blank.pop(value, None)
 
     def packed(self, record: StorageRecord | None, nbytes: int) -> int:
         """Autograd saved a window of `nbytes` on a storage; the number of the saved tensor is returned."""
@@ -154,6 +176,7 @@ class Recorder:
             value = len(self._values) - 1
         else:
             value = self._value_of(record)
+            self._blank.pop(value, None)
             if self._values[value].held < 0 and self._values[value].kind in _LET_GO:
                 self._watched[record.serial] = record
         self._values[value].handles += 1

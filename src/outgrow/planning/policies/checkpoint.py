@@ -1,7 +1,7 @@
 """Checkpoints every sqrt(n) values (Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost", section 4.1).
 
 Of n saved values every sqrt(n)-th is kept, and the ones between are made anew segment by segment, as users do by hand
-with `torch.utils.checkpoint`. What has no recipe (the masks of dropout, say) is kept.
+with `torch.utils.checkpoint`. What has no recipe (what another library's op made, say) is kept.
 """
 
 from __future__ import annotations
