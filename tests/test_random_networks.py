@@ -16,6 +16,7 @@ import outgrow
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Offload, Plan, Recompute, make_plan
 from outgrow.planning.problem import Problem
+from outgrow.planning.reuse import reusable_ops
 from outgrow.tracing.liveness import plain_profile
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -126,7 +127,7 @@ def build(description: tuple) -> nn.Module:
 
 @dataclass(frozen=True)
 class RandomDecisions:
-    """Keeps, offloads or drops each value at random, with copies, waits and drops at random ticks."""
+    """Keeps, offloads or drops each value, and reuses memory, at random; copies, waits and drops at random ticks."""
 
     seed: int
     name: str = "random"
@@ -150,7 +151,8 @@ class RandomDecisions:
             for item in problem.candidates
             if item.value not in gone and problem.recipes.find(item.value) is not None and draw.random() < 0.7
         ]
-        return make_plan(self.name, problem, tuple(offloads), tuple(recomputes))
+        reuses = tuple(op for op in reusable_ops(problem) if draw.random() < 0.7)
+        return make_plan(self.name, problem, tuple(offloads), tuple(recomputes), reuses=reuses)
 
 
 def run(model: nn.Module, k: int) -> None:

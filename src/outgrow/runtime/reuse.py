@@ -9,13 +9,14 @@ between versions of Python and PyTorch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.errors import OutgrowError
@@ -53,38 +54,83 @@ def holders_of(args: tuple[Any, ...]) -> Holders:
     )
 
 
+# What to run so that the backward pass calls each operator on a gradient of the engine's own: on a function of `x`.
+EXAMPLES: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+    "aten.threshold_backward.default": (torch.relu, torch.relu_, lambda x: F.threshold(x, 0.1, 0.0)),
+    "aten.gelu_backward.default": (F.gelu, lambda x: F.gelu(x, approximate="tanh")),
+    "aten.silu_backward.default": (F.silu,),
+    "aten.sigmoid_backward.default": (torch.sigmoid, torch.sigmoid_),
+    "aten.tanh_backward.default": (torch.tanh, torch.tanh_),
+    "aten.hardtanh_backward.default": (F.hardtanh, F.relu6, lambda x: F.hardtanh(x, inplace=True)),
+    "aten.hardsigmoid_backward.default": (F.hardsigmoid,),
+    "aten.hardshrink_backward.default": (F.hardshrink,),
+    "aten.softshrink_backward.default": (F.softshrink,),
+    "aten.softplus_backward.default": (F.softplus,),
+    "aten.leaky_relu_backward.default": (F.leaky_relu, lambda x: F.leaky_relu(x, inplace=True)),
+    "aten.elu_backward.default": (F.elu, F.celu, lambda x: F.elu(x, inplace=True)),
+    "aten.log_sigmoid_backward.default": (F.logsigmoid,),
+    "aten.mul.Tensor": (lambda x: x * 0.7, torch.exp),
+    "aten.div.Tensor": (lambda x: x / 0.7,),
+    "aten.neg.default": (torch.neg,),
+}
+
+
 @cache
-def engine_alone() -> frozenset[Holders]:
-    """What `holders_of` gives where only the autograd engine holds a gradient: one of its own, and a view."""
+def engine_alone() -> Mapping[tuple[str, str], frozenset[Holders]]:
+    """What `holders_of` gives where only the autograd engine holds a gradient, by operator and backward node.
+
+    The gradient is one of its own, or a view. How often C++ holds an argument depends on how an operator is called.
+    """
     # On a thread of its own, which has none of the user's modes and hooks.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_calibrate).result()
 
 
-def _calibrate() -> frozenset[Holders]:
-    found: set[Holders] = set()
+def _calibrate() -> Mapping[tuple[str, str], frozenset[Holders]]:
+    mode = _Calibration()
     weight = torch.ones(2, 2, requires_grad=True)
     rows = torch.ones(1, 2, 2)
-    with _Calibration(found):
-        torch.autograd.grad((torch.relu(rows[0] @ weight) @ weight).sum(), weight)
-        hidden = torch.relu(torch.nn.functional.linear(rows, weight))
-        torch.autograd.grad(torch.nn.functional.linear(hidden, weight).sum(), weight)
-    return frozenset(found)
+    with mode:
+        for name, examples in EXAMPLES.items():
+            for example in examples:
+                mode.name = name
+                # The gradient that arrives is what a multiplication of matrices made, or a view of that.
+                torch.autograd.grad((example(rows[0] @ weight) @ weight).sum(), weight)
+                torch.autograd.grad(F.linear(example(F.linear(rows, weight)), weight).sum(), weight)
+    return {key: frozenset(found) for key, found in mode.found.items()}
 
 
 class _Calibration(TorchDispatchMode):
-    """Counts who holds the gradient of each ReLU."""
+    """Counts who holds the gradient at each call of the operator `name` by its node."""
 
-    def __init__(self, found: set[Holders]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._found = found
+        self.name = ""
+        self.found: dict[tuple[str, str], set[Holders]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.threshold_backward.default:
-            self._found.add(holders_of(args))
+        node = torch._C._current_autograd_node()
+        if node is not None and str(func) == self.name and _is_last_reader(node, IN_PLACE_FORMS[self.name]):
+            self.found.setdefault((self.name, node.name()), set()).add(holders_of(args))
         return func(*args, **(kwargs or {}))
+
+
+def alone_at(name: str) -> Container[Holders]:
+    """What is to be counted where nobody but the engine holds the gradient of op `name`, and reads it no more."""
+    node = torch._C._current_autograd_node()
+    if node is None or not _is_last_reader(node, IN_PLACE_FORMS[name]):
+        return ()
+    return engine_alone().get((name, node.name()), ())
+
+
+def _is_last_reader(node: torch.autograd.graph.Node, form: InPlaceForm) -> bool:
+    """Whether a backward node reads its incoming gradient once, by the op of this form."""
+    if node.name().rstrip("0123456789") not in form.nodes:
+        return False
+    edges = node.next_functions
+    return not form.one_edge or (edges[0][0] is not None and all(other is None for other, _ in edges[1:]))
 
 
 class Reuser:
@@ -125,10 +171,10 @@ class Reuser:
         if self._ops.get(number) != name:
             return False
         # A graph of the gradient (`create_graph`) saves what the op is given.
-        if torch.is_grad_enabled() or not _is_last_reader(IN_PLACE_FORMS[name]):
+        if torch.is_grad_enabled() or type(args[0]) is not torch.Tensor:
             return False
         # Every holder that we do not know of adds to one of the numbers, and none takes away.
-        if type(args[0]) is not torch.Tensor or holders_of(args) not in engine_alone():
+        if holders_of(args) not in alone_at(name):
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return False  # who holds the wrapper around a batched tensor does not count as its holder
@@ -181,15 +227,6 @@ class Reuser:
                 except (RuntimeError, MemoryError, OutgrowError):  # it has no such form after all
                     same = False
         self._verdicts[signature] = same
-
-
-def _is_last_reader(form: InPlaceForm) -> bool:
-    """Whether the backward node that runs reads its incoming gradient once, by the op that is about to run."""
-    node = torch._C._current_autograd_node()
-    if node is None or node.name().rstrip("0123456789") not in form.nodes:
-        return False
-    edges = node.next_functions
-    return not form.one_edge or (edges[0][0] is not None and all(other is None for other, _ in edges[1:]))
 
 
 def _write_over(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:

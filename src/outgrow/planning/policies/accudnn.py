@@ -14,7 +14,8 @@ The set of values grows by sweeping over the ops: where e(i) is not covered, the
 was saved early, so that its copy is done by then, and it is away the longest, so that the fewest values move. The
 sweep runs on hidden windows until they cover everything or have nothing left to offer, and on windows at best for
 what is uncovered then. A value whose bytes are missed nowhere stays after all, the ones wanted soonest first. The
-ticks are those of the lanes: a copy out starts when the value is saved, a copy back just before back(v).
+ticks are those of the lanes: a copy out starts when the value is saved; a copy back just before back(v), delayed past
+the last op between back(v) and u(v) at which its bytes would not fit.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy.typing as npt
 
 from outgrow.planning.plan import Offload, Plan, make_plan
 from outgrow.planning.policies.prefetch import with_prefetch
+from outgrow.planning.policies.vdnn import VdnnAll
 from outgrow.planning.problem import Candidate, Problem
 from outgrow.tracing.liveness import resident_curve
 
@@ -73,11 +75,12 @@ def _proposals(problem: Problem) -> Iterable[tuple[Offload, ...]]:
         yield ()
         return
     chosen = choose(problem, excess)
-    yield with_prefetch(problem, chosen)
+    yield _delayed(problem, excess, chosen)
     # The model takes the step's times for what they are. A twentieth more of the budget is a margin for them.
-    yield with_prefetch(problem, choose(problem, excess + problem.budget_bytes // 20))
-    yield with_prefetch(problem, problem.candidates)
-    yield _on_demand(with_prefetch(problem, chosen))
+    yield _delayed(problem, excess, choose(problem, excess + problem.budget_bytes // 20))
+    yield _delayed(problem, excess, problem.candidates)
+    # No lane is fast enough: copies that meet at the layers wait least in all.
+    yield VdnnAll().plan(problem).offloads
     yield ()  # nothing planned: the cache decides
 
 
@@ -204,9 +207,25 @@ def _prune(excess: _Bytes, chosen: dict[int, Candidate], windows: dict[int, _Win
             del chosen[value], windows[value]
 
 
-def _on_demand(offloads: Sequence[Offload]) -> tuple[Offload, ...]:
-    """The same values, each back when it is asked for: the least memory, the longest waits."""
-    return tuple(replace(item, in_tick=-1) for item in offloads)
+def _delayed(problem: Problem, excess: _Bytes, chosen: Sequence[Candidate]) -> tuple[Offload, ...]:
+    """Copies as with prefetch, but none comes back before an op that needs its room.
+
+    A late copy stalls the device for its own length; one that came too early has others sent away and back again.
+    """
+    items = {item.value: item for item in chosen}
+    spare = -_left(excess, items, {value: _best_window(problem, item) for value, item in items.items()})
+    found: list[Offload] = []
+    for offload in sorted(with_prefetch(problem, chosen), key=lambda offload: items[offload.value].first_unpack):
+        item = items[offload.value]
+        wanted = problem.tick_ops[item.first_unpack]
+        start = problem.tick_ops[offload.in_tick]
+        too_full = np.flatnonzero(spare[start:wanted] < item.nbytes)
+        if len(too_full):
+            start += int(too_full[-1]) + 1
+        spare[start:wanted] -= item.nbytes
+        tick = max(offload.in_tick, problem.first_tick_at(start))
+        found.append(replace(offload, in_tick=tick if tick < item.first_unpack else -1))
+    return tuple(found)
 
 
 def _is_trainable(plan: Plan) -> bool:
