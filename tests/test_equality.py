@@ -17,7 +17,18 @@ from outgrow.planning.policies.vdnn import VdnnAll
 from outgrow.planning.problem import Problem
 from steps import Make, RecomputeAll, Training, assert_equal_to_plain, budget_for, train_in_session, train_plain
 
-POLICIES = ("auto", "lru", "vdnn-all", "vdnn-conv", "vdnn-dyn", "checkpoint", RecomputeAll())
+POLICIES = (
+    "auto",
+    "lru",
+    "vdnn-all",
+    "vdnn-conv",
+    "vdnn-dyn",
+    "superneurons",
+    "layrub",
+    "accudnn",
+    "checkpoint",
+    RecomputeAll(),
+)
 
 
 def conv_net(*, inplace: bool = False, dropout: float = 0.0) -> nn.Module:

@@ -18,6 +18,7 @@ import outgrow.session
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Offload, Plan, Recompute, Replay, make_plan
 from outgrow.planning.problem import Problem
+from outgrow.planning.reuse import reusable_ops
 from outgrow.tracing.liveness import plain_profile
 
 pytestmark = pytest.mark.usefixtures("one_thread", "known_machine")
@@ -136,7 +137,7 @@ def build(description: tuple) -> nn.Module:
 
 @dataclass(frozen=True)
 class RandomDecisions:
-    """Keeps, offloads or drops each value at random, with copies, waits and drops at random ticks.
+    """Keeps, offloads or drops each value, and reuses memory, at random; copies, waits and drops at random ticks.
 
     What is made anew for another's sake stays or goes, at random too.
     """
@@ -167,7 +168,8 @@ class RandomDecisions:
             for item in problem.candidates
             if item.value not in gone and problem.recipes.find(item.value) is not None and draw.random() < 0.7
         ]
-        return make_plan(self.name, problem, tuple(offloads), tuple(recomputes))
+        reuses = tuple(op for op in reusable_ops(problem) if draw.random() < 0.7)
+        return make_plan(self.name, problem, tuple(offloads), tuple(recomputes), reuses=reuses)
 
 
 @pytest.fixture(scope="module")

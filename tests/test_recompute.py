@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import outgrow
 from outgrow.planning.plan import Plan, Replay, make_plan
-from outgrow.planning.policies.prefetch import with_prefetch
+from outgrow.planning.prefetch import with_prefetch
 from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import burst
 from outgrow.runtime import recompute as recompute_module

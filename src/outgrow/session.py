@@ -492,4 +492,5 @@ def _device_of(models: Sequence[torch.nn.Module]) -> torch.device:
 def _keeps_everything(plan: Plan) -> bool:
     """Whether a plan needs no hand on the step: everything fits as it is."""
     prediction = plan.simulate()
-    return not plan.offloads and not plan.recomputes and prediction.feasible and prediction.evicted_bytes == 0
+    moves = plan.offloads or plan.recomputes or plan.parks or plan.reuses
+    return not moves and prediction.feasible and prediction.evicted_bytes == 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from outgrow.planning.plan import Plan, Replay
 from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import Recipe, burst
+from outgrow.planning.reuse import overwritten
 from outgrow.tracing.ir import Event
 from outgrow.tracing.liveness import average
 
@@ -105,7 +106,7 @@ class _Walk:
         # Values that go again at once when they were made anew for another's sake.
         self._brief = {item.value for item in plan.recomputes if item.replay is Replay.MEMORY}
         self._actions = _actions(plan)
-        self._births, self._deaths = _births_and_deaths(problem)
+        self._births, self._deaths = _births_and_deaths(plan)
         self._early_ends, self._late_ends = _ends(problem)
 
     def run(self) -> None:
@@ -373,11 +374,13 @@ def _actions(plan: Plan) -> dict[int, list[tuple[str, int]]]:
     return table
 
 
-def _births_and_deaths(problem: Problem) -> tuple[list[int], list[int]]:
+def _births_and_deaths(plan: Plan) -> tuple[list[int], list[int]]:
     """Bytes that appear with each op, and bytes of never-saved values that are gone before each op.
 
-    An in-place write is a death and a birth at the same op, so that live bytes stay as they are.
+    An in-place write is a death and a birth at the same op, so that live bytes stay as they are. A result that takes
+    the place of an input is not born, and the input does not die.
     """
+    problem = plan.problem
     size = len(problem.trace.ops) + 1
     births, deaths = [0] * size, [0] * size
     saved = {item.value for item in problem.trace.saved}
@@ -386,6 +389,11 @@ def _births_and_deaths(problem: Problem) -> tuple[list[int], list[int]]:
             births[value.birth] += value.nbytes
         if index not in saved:
             deaths[value.death] += value.nbytes
+    for op in dict.fromkeys(plan.reuses):
+        source = overwritten(problem, op)
+        if source is not None and source not in saved:
+            births[op] -= problem.trace.values[source].nbytes
+            deaths[op + 1] -= problem.trace.values[source].nbytes
     return births, deaths
 
 

@@ -29,7 +29,8 @@ class Need:
     depends_on_data: bool = False
 
 
-_NOTHING = Need(0, 0, measured=True)
+# What views and ops that write over their input add.
+NOTHING = Need(0, 0, measured=True)
 # A step counter among an op's arguments makes a new signature in every step.
 _MOST_SIGNATURES = 1 << 16
 
@@ -45,7 +46,7 @@ class OpNeeds:
     ) -> tuple[Hashable, Need]:
         """The signature of a call and what it will need."""
         if facts.is_view:
-            return None, _NOTHING
+            return None, NOTHING
         signature = (func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
         need = self._needs.get(signature)
         if need is None:

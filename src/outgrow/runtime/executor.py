@@ -22,11 +22,12 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.planning.plan import Plan
-from outgrow.runtime.care import Need, OpNeeds
+from outgrow.runtime.care import NOTHING, Need, OpNeeds
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.handles import Handle
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Recomputer, Verdicts
+from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.tiers.heap import ResidentSet
 from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
@@ -95,6 +96,7 @@ class Executor:
         self._nothing = torch.empty(0)
         self._kinds: Mapping[int, Kind] = {}
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again)
+        self._reuser = Reuser(ledger, pool)
         self._recorder: Recorder | None = None
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
@@ -180,6 +182,7 @@ class Executor:
         self._entry_of: dict[int, Entry] = {}
         self._actions = _actions(plan) if plan is not None else {}
         self._recomputer.begin(plan, self._kinds, verdicts or Verdicts())
+        self._reuser.begin(plan, self._kinds)
 
     # --- the clock ---
 
@@ -298,6 +301,8 @@ class Executor:
         if op >= len(trace.ops):
             return 0
         following = trace.ops[op]
+        if self._reuser.expects(op):
+            return following.workspace_bytes
         born = sum(trace.values[index].nbytes for index in following.outputs if trace.values[index].version == 0)
         return born + following.workspace_bytes
 
@@ -348,6 +353,7 @@ class Executor:
         """The step is not the one of the trace: leave the plan and let the cache decide from here on."""
         self._plan = None
         self._actions = {}
+        self._reuser.begin(None, {})
         self._deferred.clear()
         # The mode can join a step that began without it, but only where contexts end in the order in which they
         # began: not inside the backward pass, whose thread state is put back, and not inside a mode of the user's.
@@ -363,6 +369,8 @@ class Executor:
         """Run one op inside the pool's care."""
         # The program's own time since the last op; what our copies and recipes took is no cost of the step.
         own = max(0.0, time.perf_counter() - self._left_at - (self._lost_seconds - self._left_lost))
+        # First of all: it counts who refers to the arguments.
+        is_free = self._reuser.may_write_over(self._op, facts.name, args)
         inputs = tensors_in(args, kwargs)
         see = self._ledger.see
         for tensor in inputs:
@@ -370,19 +378,30 @@ class Executor:
         contents = self._recomputer.contents_before(self._op, facts, args, kwargs, inputs)
         self._op += 1
         signature, need = self._needs.before(func, facts, args, kwargs)
+        is_free = is_free and contents is None
+        # A recorded step runs the plain ops: their trace is that of the plain step.
+        reuses = is_free and self._recorder is None and self._reuser.is_proved(signature)
+        if reuses:
+            need = NOTHING
         self._prepare(facts, need)
         written: list[StorageRecord] = []
-        if facts.writes:
-            records = (see(tensor) for tensor in written_tensors(facts, args, kwargs))
+        if facts.writes or is_free:
+            places = written_tensors(facts, args, kwargs) if facts.writes else args[:1]
+            records = (see(tensor) for tensor in places)
             written = [record for record in records if record is not None]
             self._recomputer.before_write(written)
             for record in written:
                 self._pool.written(record)
         before = self._ledger.live_bytes
         started = time.perf_counter()
-        result, rise = self._call(func, facts, args, kwargs, need)
+        if reuses:
+            result, rise = self._reuser.write_over(func, args, kwargs), 0
+        else:
+            result, measured = self._call(func, facts, args, kwargs, need)
+            rise = self._rise_of(signature, need, measured)
         seconds = time.perf_counter() - started
-        rise = self._rise_of(signature, need, rise)
+        if is_free and not reuses:
+            self._reuser.prove(signature, func, args, kwargs, result)
         outputs = outputs_of(result)
         for tensor in outputs:
             see(tensor)

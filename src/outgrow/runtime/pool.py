@@ -174,6 +174,10 @@ class Pool:
         self.dropped.add(entry)
         self._let_go(entry)
 
+    def has_place_in(self, record: StorageRecord) -> bool:
+        """Whether a saved value lies, or last lay, in a storage."""
+        return record.serial in self._at
+
     def has_safe_copy(self, entry: Entry) -> bool:
         """Whether the value is not in memory, or is on the disk or on its way there."""
         return entry.storage is None or entry.slot is not None or entry.writing is not None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 
 from outgrow.errors import UnknownPolicy
+from outgrow.planning.policies.accudnn import AccUDNN
 from outgrow.planning.policies.auto import Auto
 from outgrow.planning.policies.cache import Keep, Lru
 from outgrow.planning.policies.checkpoint import Checkpoint
+from outgrow.planning.policies.layrub import Layrub
 from outgrow.planning.policies.policy import Policy
+from outgrow.planning.policies.superneurons import SuperNeurons
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
 
 __all__ = ["Policy", "find", "policies"]
@@ -34,4 +37,15 @@ def find(name: str) -> Policy:
 
 
 def _all() -> tuple[Policy, ...]:
-    return (Auto(), Keep(), Lru(), VdnnAll(), VdnnConv(), VdnnDyn(), Checkpoint())
+    return (
+        Auto(),
+        Keep(),
+        Lru(),
+        VdnnAll(),
+        VdnnConv(),
+        VdnnDyn(),
+        SuperNeurons(),
+        Layrub(),
+        AccUDNN(),
+        Checkpoint(),
+    )

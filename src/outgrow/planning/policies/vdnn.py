@@ -8,11 +8,10 @@ earlier layer that offloaded, and looks no further than the next convolution.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from outgrow.planning.plan import Offload, Plan, make_plan
+from outgrow.planning.policies.layers import backward_layers, is_convolution
 from outgrow.planning.problem import Candidate, Problem
-from outgrow.tracing.ir import Event
 
 
 class VdnnAll:
@@ -30,7 +29,7 @@ class VdnnConv:
     name = "vdnn-conv"
 
     def plan(self, problem: Problem) -> Plan:
-        wanted = {saved.value for saved in problem.trace.saved if _is_convolution(saved.node)}
+        wanted = {saved.value for saved in problem.trace.saved if is_convolution(saved.node)}
         return _offload(self.name, problem, (item for item in problem.candidates if item.value in wanted))
 
 
@@ -56,15 +55,6 @@ class VdnnDyn:
         return make_plan(self.name, problem, plan.offloads)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One backward node: the tick at which it starts, whether it is a convolution, and what it unpacks."""
-
-    tick: int
-    convolution: bool
-    values: tuple[int, ...]
-
-
 def _offload(name: str, problem: Problem, chosen: Iterable[Candidate]) -> Plan:
     candidates = {item.value: item for item in chosen}
     back = _prefetch_ticks(problem, candidates)
@@ -84,7 +74,7 @@ def _offload(name: str, problem: Problem, chosen: Iterable[Candidate]) -> Plan:
 
 def _prefetch_ticks(problem: Problem, chosen: dict[int, Candidate]) -> dict[int, int]:
     """For each offloaded value the tick at which its copy back starts (section III-B, `findPrefetchLayer`)."""
-    layers = _backward_layers(problem)
+    layers = backward_layers(problem)
     asked: dict[int, int] = {}
     for position, layer in enumerate(layers):
         for earlier in layers[position + 1 :]:
@@ -95,28 +85,3 @@ def _prefetch_ticks(problem: Problem, chosen: dict[int, Candidate]) -> dict[int,
             if wanted or earlier.convolution:
                 break
     return asked
-
-
-def _backward_layers(problem: Problem) -> list[_Layer]:
-    """Backward nodes in the order in which they run; consecutive unpacks of one kind of node at one op are one."""
-    trace = problem.trace
-    layers: list[_Layer] = []
-    key: tuple[int, str] | None = None
-    values: list[int] = []
-    start = 0
-    for number, tick in enumerate(trace.ticks):
-        if tick.event is not Event.UNPACK:
-            continue
-        saved = trace.saved[tick.saved]
-        if (tick.op, saved.node) != key:
-            if key is not None:
-                layers.append(_Layer(start, _is_convolution(key[1]), tuple(values)))
-            key, values, start = (tick.op, saved.node), [], number
-        values.append(saved.value)
-    if key is not None:
-        layers.append(_Layer(start, _is_convolution(key[1]), tuple(values)))
-    return layers
-
-
-def _is_convolution(node: str) -> bool:
-    return "Convolution" in node
