@@ -82,8 +82,8 @@ def parse_percents(text: str) -> tuple[float, ...]:
             percent = float("nan")
         if not 0 < percent <= _MOST_PERCENT:  # a NaN fails every comparison
             raise OptionError(
-                f"--budgets: {word.strip()!r} is no percentage above 0 and up to {_MOST_PERCENT:g} of the plain peak: "
-                "give numbers with commas between them, for example 100,60,40"
+                f"--budgets: {word.strip()!r} is no percentage above 0, up to {_MOST_PERCENT:g}, of the plain peak:"
+                " give numbers with commas between them, for example 100,60,40"
             )
         found.append(percent)
     return tuple(dict.fromkeys(found))

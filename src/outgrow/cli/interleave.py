@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from outgrow.cli.options import Options
 from outgrow.errors import BudgetTooSmall, OutgrowError
+from outgrow.planning.plan import Plan
 from outgrow.summary import Summary
 
 UNBOUNDED_BYTES = 1 << 62  # a budget that nothing reaches
@@ -98,6 +99,14 @@ class Row:
 
 
 @dataclass(frozen=True)
+class PlanFigures:
+    """What a session's plan says of its step: the least budget that any plan can hold, and a plain step's seconds."""
+
+    least_budget_bytes: int
+    plain_step_seconds: float
+
+
+@dataclass(frozen=True)
 class Failure:
     """Why a set-up could not go on: the error's class and message, and the least budget in bytes if it named one."""
 
@@ -118,12 +127,13 @@ class SetupFailed(OutgrowError):
 class Run:
     """What came of one set-up: its measured steps, or the failure that ended it.
 
-    `least_budget_bytes` is the least budget that any plan can hold for its step; None without a session.
+    `losses` are those of all its steps, the warm-up's too. `plan` is what the last plan says; None without a session.
     """
 
     setup: Setup
     rows: tuple[Row, ...]
-    least_budget_bytes: int | None = None
+    losses: tuple[float | None, ...]
+    plan: PlanFigures | None = None
     failure: Failure | None = None
 
     @property
@@ -171,10 +181,10 @@ class Worker:
         """Run one step and tell what it was."""
         return Row.from_document(self._ask("step", limit_seconds))
 
-    def least_budget_bytes(self) -> int | None:
-        """The least budget that any plan can hold for the step; None without a session or before its plan."""
-        least: int | None = self._ask("least")["least"]
-        return least
+    def plan(self) -> PlanFigures | None:
+        """What the plan of the next step says; None without a session or before its plan."""
+        figures = self._ask("plan")["plan"]
+        return None if figures is None else PlanFigures(**figures)
 
     def close(self) -> None:
         """End the process."""
@@ -242,8 +252,9 @@ def interleave(
         limit_seconds: the most that one step, or building a model, may take.
     """
     rows: dict[str, list[Row]] = {setup.name: [] for setup in setups}
+    losses: dict[str, list[float | None]] = {setup.name: [] for setup in setups}
     failures: dict[str, Failure] = {}
-    least: dict[str, int | None] = {}
+    plans: dict[str, PlanFigures | None] = {}
     with _workers(setups) as workers:
 
         def turn(worker: Worker, count: int) -> list[Row]:
@@ -252,6 +263,7 @@ def interleave(
                 try:
                     for _ in range(count):
                         found.append(worker.step(limit_seconds))
+                        losses[worker.setup.name].append(found[-1].loss)
                         on_step(worker.setup)
                 except SetupFailed as error:
                     failures[worker.setup.name] = error.failure
@@ -270,9 +282,15 @@ def interleave(
                 rows[worker.setup.name] += turn(worker, steps)
         for worker in workers:
             if worker.setup.name not in failures:
-                least[worker.setup.name] = worker.least_budget_bytes()
+                plans[worker.setup.name] = worker.plan()
     return {
-        setup.name: Run(setup, tuple(rows[setup.name]), least.get(setup.name), failures.get(setup.name))
+        setup.name: Run(
+            setup,
+            tuple(rows[setup.name]),
+            tuple(losses[setup.name]),
+            plans.get(setup.name),
+            failures.get(setup.name),
+        )
         for setup in setups
     }
 
@@ -282,8 +300,16 @@ def ratio(found: Mapping[str, Run], ours: str, base: str) -> float:
     return found[ours].seconds / found[base].seconds
 
 
-def live_peak_bytes(setup: Setup) -> int:
-    """The measured peak of live bytes of a set-up that nothing limits, once its optimizer state is there.
+@dataclass(frozen=True)
+class Bounds:
+    """Between which budgets plans have something to do: the least that any can hold, and a plain step's peak."""
+
+    least_budget_bytes: int
+    plain_peak_bytes: int
+
+
+def live_bounds(setup: Setup) -> Bounds:
+    """The measured peak of live bytes of a set-up that nothing limits, and the least budget for it.
 
     A session that keeps everything watches; the set-up's own budget and policy do not count.
 
@@ -294,10 +320,20 @@ def live_peak_bytes(setup: Setup) -> int:
     worker = Worker(replace(setup, options=watched))
     try:
         worker.ready()
-        summaries = [worker.step().summary for _ in range(2)]  # those that are recorded, and so watched
+        # Two that are recorded, and so watched, and one under the plan, whose prediction has the last word: what a
+        # step leaves behind, as its loss, is there all through the next.
+        summaries = [worker.step().summary for _ in range(3)]
+        plan = worker.plan()
     finally:
         worker.close()
-    return max(summary.measured_peak_bytes for summary in summaries if summary is not None)
+    assert plan is not None, "there is one after the first step"
+    peaks = [(item.measured_peak_bytes, item.predicted_peak_bytes or 0) for item in summaries if item is not None]
+    return Bounds(plan.least_budget_bytes, max(max(pair) for pair in peaks))
+
+
+def live_peak_bytes(setup: Setup) -> int:
+    """The measured peak of live bytes of a set-up that nothing limits, once its optimizer state is there."""
+    return live_bounds(setup).plain_peak_bytes
 
 
 @contextmanager
@@ -343,9 +379,9 @@ def _answer_all(setup: Setup, questions: IO[str], answer: Callable[[Mapping[str,
     session = None if job.budget_bytes is None else open_session(job, model, optimizer)
     answer({"ready": True})
     for question in questions:
-        if question.strip() == "least":
+        if question.strip() == "plan":
             plan = None if session is None else session.plan
-            answer({"least": None if plan is None else plan.least_budget_bytes})
+            answer({"plan": None if plan is None else asdict(_figures(plan))})
             continue
         batch = next(batches)
         before = resource.getrusage(resource.RUSAGE_SELF)
@@ -362,6 +398,10 @@ def _answer_all(setup: Setup, questions: IO[str], answer: Callable[[Mapping[str,
         answer(asdict(row))
     if session is not None:
         session.close()
+
+
+def _figures(plan: Plan) -> PlanFigures:
+    return PlanFigures(plan.least_budget_bytes, plan.simulate().plain_step_seconds)
 
 
 def _main() -> None:
