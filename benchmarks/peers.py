@@ -97,7 +97,7 @@ def per_stage(model: nn.Module) -> None:
 
 def selective(model: nn.Module) -> None:
     """Checkpoint each block, but save the results of matrix products, convolutions and attention."""
-    # VGG's ReLUs write to what its convolutions made. Saved, it is made positive a second time, which changes nothing.
+    # VGG's ReLUs write to what its convolutions made, which is saved: to run them twice changes nothing.
     mutation = isinstance(model, VGG)
     contexts = partial(create_selective_checkpoint_contexts, _save_what_is_dear, allow_cache_entry_mutation=mutation)
     _wrap(_blocks(model), partial(checkpoint, use_reentrant=False, context_fn=contexts))
@@ -107,9 +107,9 @@ def sequential(model: nn.Module) -> None:
     """Cut a chain of modules into sqrt(n) segments, and checkpoint each (Chen et al. 2016)."""
     if isinstance(model, (GPT, ViT)):
         blocks = list(model.blocks)
-        model.blocks.forward = partial(_in_segments, blocks)
+        model.blocks.forward = partial(_in_segments, blocks)  # type: ignore[method-assign]
     else:
-        model.forward = partial(_in_segments, list(_units(_chain(model))))  # type: ignore[method-assign]
+        model.forward = partial(_in_segments, list(_units(_chain(model))))
 
 
 def compiled(model: nn.Module, ratio: str) -> None:
@@ -126,7 +126,12 @@ def _save_what_is_dear(context: Any, op: Any, *args: Any, **kwargs: Any) -> Chec
 
 def _wrap(modules: Sequence[nn.Module], around: Callable[..., Any]) -> None:
     for module in modules:
-        module.forward = partial(around, module.forward)
+        module.forward = partial(_around_copies, around, module.forward)
+
+
+def _around_copies(around: Callable[..., Any], forward: Callable[..., Any], *inputs: Any) -> Any:
+    """DenseNet appends to the list that it gave a layer, which must find it as it was when it runs again."""
+    return around(forward, *(list(item) if isinstance(item, list) else item for item in inputs))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

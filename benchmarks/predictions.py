@@ -228,10 +228,10 @@ def main() -> None:
             write(given.output, document | {"rows": [asdict(row) for row in rows]})
     worst = summarise(rows)
     print(
-        f"{worst.rows} budgets, {worst.failed} without figures; worst peak {worst.worst_peak_ratio:.4f} x predicted,"
-        f" worst step {worst.worst_time_ratio:.2f} x predicted, {worst.worst_time_ratio_in_plain_steps:.2f} x in plain"
-        f" steps; {worst.peaks_within_2_percent} peaks within 2%, {worst.times_within_10_percent} times within 10%"
-        f" ({worst.times_in_plain_steps_within_10_percent} in plain steps)"
+        f"{worst.rows} budgets, {worst.failed} without figures. Worst ratios to what was predicted: peak"
+        f" {worst.worst_peak_ratio:.4f}, step {worst.worst_time_ratio:.2f}, step in plain steps"
+        f" {worst.worst_time_ratio_in_plain_steps:.2f}. Within 2%: {worst.peaks_within_2_percent} peaks; within 10%:"
+        f" {worst.times_within_10_percent} steps, {worst.times_in_plain_steps_within_10_percent} in plain steps."
     )
 
 
