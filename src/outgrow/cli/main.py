@@ -146,13 +146,15 @@ def compare(
 ) -> None:
     """Compare policies and budgets: what does each share of the memory cost in time?
 
-    Every policy is planned for every budget, from one trace on a model of this machine; no memory of the
-    step is allocated. A pair that cannot work is shown as such, with the least budget that would do.
+    Every policy is planned for every budget, from one trace on a model of
+    this machine; no memory of the step is allocated. A pair that cannot work
+    is shown as such, with the least budget that would do.
 
-    With --measure each pair also trains for real, in a process of its own that takes turns with plain
-    PyTorch; budgets are then shares of the plain peak as it was measured. --data, --steps, --seed, --lr and
-    --spill-dir matter then only. Plain PyTorch runs as it comes: a budget that does not bind may be faster,
-    since Outgrow keeps freed memory on the heap.
+    With --measure each pair also trains for real, in a process of its own
+    that takes turns with plain PyTorch; budgets are then shares of the plain
+    peak as it was measured. Only then do --data, --steps, --seed, --lr and
+    --spill-dir matter. Plain PyTorch runs as it comes: a budget that does not
+    bind may be faster, since Outgrow keeps freed memory on the heap.
     """
     _use_huge_pages()
     from outgrow.cli.compare import compare as run_compare
