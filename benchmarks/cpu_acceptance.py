@@ -8,52 +8,14 @@ Steps of plain PyTorch and of both sessions take turns, each in a process of its
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import torch
-from interleave import Setup, Worker, interleave, ratio
+from environment import environment, write
 
-import outgrow
+from outgrow.cli.interleave import Setup, SetupFailed, interleave, live_peak_bytes, ratio
+from outgrow.cli.options import Options
 from outgrow.units import format_bytes
-
-_WARMUP = 4  # cold, recorded, planned anew, and one to see that it holds
-_UNBOUNDED = 1 << 62
-
-
-def plain_peak_bytes(network: str, batch: int, image_size: int) -> int:
-    """The measured peak of a step that nothing limits, once its optimizer state is there."""
-    worker = Worker(Setup("peak", network, batch, image_size, _UNBOUNDED))
-    try:
-        return max(int(worker.step()["measured_peak_bytes"]) for _ in range(2))
-    finally:
-        worker.close()
-
-
-def environment() -> dict[str, Any]:
-    """Where and with what the figures were measured."""
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "huge_pages": os.environ.get("THP_MEM_ALLOC_ENABLE") == "1",
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def main() -> None:
@@ -66,29 +28,35 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9, help="measured steps of each set-up")
     parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
     given = parser.parse_args()
-    peak = plain_peak_bytes(given.network, given.batch, given.image_size)
-    where = (given.network, given.batch, given.image_size)
+    plain = Setup("plain", Options(given.network, data="synthetic", batch=given.batch, image_size=given.image_size))
+    peak = live_peak_bytes(plain)
     budget = int(peak * given.share)
-    setups = [Setup("plain", *where), Setup("budget", *where, budget), Setup("not binding", *where, 2 * peak)]
-    found = interleave(setups, _WARMUP, given.steps)
+    setups = [
+        plain,
+        Setup("budget", replace(plain.options, budget=str(budget))),
+        Setup("not binding", replace(plain.options, budget=str(2 * peak))),
+    ]
+    found = interleave(setups, given.steps)
+    for run in found.values():
+        if run.failure is not None:
+            raise SetupFailed(run.setup.name, run.failure)
     result = {
         "network": given.network,
         "batch": given.batch,
         "image_size": given.image_size,
         "plain_peak_bytes": peak,
         "budget_bytes": budget,
-        "measured_peak_bytes": max(row["measured_peak_bytes"] for row in found["budget"]),
+        "measured_peak_bytes": found["budget"].peak_bytes,
         "ratio_at_budget": ratio(found, "budget", "plain"),
         "ratio_not_binding": ratio(found, "not binding", "plain"),
-        "median_seconds": {name: median(row["seconds"] for row in rows) for name, rows in found.items()},
-        "environment": environment() | {"outgrow": outgrow.__version__},
-        "steps": found,
+        "median_seconds": {name: run.seconds for name, run in found.items()},
+        "environment": environment(),
+        "steps": {name: [row.to_document() for row in run.rows] for name, run in found.items()},
     }
     print(f"budget {format_bytes(budget)} of {format_bytes(peak)}: {result['ratio_at_budget']:.3f} x plain")
     print(f"budget that does not bind: {result['ratio_not_binding']:.3f} x plain")
     if given.output is not None:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(json.dumps(result, indent=1) + "\n")
+        write(given.output, result)
 
 
 if __name__ == "__main__":

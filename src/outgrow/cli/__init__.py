@@ -1,1 +1,1 @@
-"""The command line: `outgrow train`, `outgrow plan`, `outgrow networks`. Nothing imports this package."""
+"""The command line: `outgrow train`, `plan`, `compare`, `networks`. The benchmarks alone import it."""

@@ -21,6 +21,8 @@ Examples:
   outgrow train resnet-50 --batch 16 --budget 1GiB --steps 20
 
   outgrow train gpt-12x256 --batch 8 --image-size 256 --budget 400MB --json
+
+  outgrow compare resnet-50 --batch 16 --budgets 100,60,40 --policies auto,vdnn-dyn --plot resnet-50.png
 """
 
 _EXIT_USAGE = 2
@@ -120,6 +122,47 @@ def plan(
         allow_tmpfs, seed,
     )  # fmt: skip
     run_plan(given, as_json)
+
+
+@app.command()
+def compare(
+    network: opt.NetworkArgument,
+    data: opt.Data = None,
+    batch: opt.Batch = 16,
+    image_size: opt.ImageSize = None,
+    budgets: opt.Budgets = "100,80,60,50,40,33,25",
+    policies: opt.Policies = None,
+    measure: opt.Measure = False,
+    steps: opt.MeasuredSteps = 5,
+    plot: opt.Plot = None,
+    optimizer: opt.Optimizer = "sgd",
+    momentum: opt.Momentum = None,
+    lr: opt.LearningRate = None,
+    dtype: opt.Dtype = "float32",
+    spill_dir: opt.SpillDir = None,
+    allow_tmpfs: opt.AllowTmpfs = False,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+) -> None:
+    """Compare policies and budgets: what does each share of the memory cost in time?
+
+    Every policy is planned for every budget, from one trace on a model of
+    this machine; no memory of the step is allocated. A pair that cannot work
+    is shown as such, with the least budget that would do.
+
+    With --measure each pair also trains for real, in a process of its own
+    that takes turns with plain PyTorch; budgets are then shares of the plain
+    peak as it was measured. Only then do --data, --steps, --seed, --lr and
+    --spill-dir matter. Plain PyTorch runs as it comes: a budget that does not
+    bind may be faster, since Outgrow keeps freed memory on the heap.
+    """
+    _use_huge_pages()
+    from outgrow.cli.compare import compare as run_compare
+
+    given = opt.Options(
+        network, data, batch, image_size, None, None, optimizer, momentum, lr, dtype, spill_dir, allow_tmpfs, seed,
+    )  # fmt: skip
+    run_compare(given, budgets, policies, steps if measure else None, plot, as_json)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The options that `outgrow train` and `outgrow plan` share, without torch so that `--help` is instant."""
+"""The options of `outgrow train`, `plan` and `compare`, without torch so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -95,6 +95,38 @@ Policy = Annotated[
     typer.Option(
         help="How to decide what is kept and what is moved, for example vdnn-dyn; the README has a table.",
         show_default="auto, the best of all",
+    ),
+]
+Budgets = Annotated[
+    str,
+    typer.Option(
+        metavar="PERCENT,...",
+        help="The budgets, as percentages of the peak of a plain step, with commas between them; 100 and more "
+        "do not bind.",
+    ),
+]
+Policies = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="The policies, with commas between them, for example auto,lru,vdnn-dyn; the README has a table.",
+        show_default="all",
+    ),
+]
+Measure = Annotated[
+    bool,
+    typer.Option("--measure", help="Train each pair for real as well, turn by turn with plain PyTorch."),
+]
+MeasuredSteps = Annotated[
+    int, typer.Option(min=1, help="With --measure: steps that count of each pair, after its warm-up.")
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Draw time against peak into this file, a line for each policy: full where measured, dashed where "
+        'predicted. .png, .svg or .pdf, for example time.png. Needs matplotlib: pip install "outgrow[plot]".',
+        show_default="no plot",
     ),
 ]
 Optimizer = Annotated[OptimizerName, typer.Option(help="The optimizer.")]

@@ -1,0 +1,364 @@
+"""`outgrow compare`: what it predicts and measures, what it draws, and what it says to a mistake."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outgrow
+from outgrow.cli import plot
+from outgrow.cli.interleave import HEAP_KEPT, Setup, SetupFailed, Worker, interleave, live_bounds, ratio
+from outgrow.cli.main import run
+from outgrow.cli.options import Options
+
+TINY = ("gpt-2x64", "--batch", "8", "--image-size", "64", "--data", "synthetic")
+TINY_OPTIONS = Options("gpt-2x64", batch=8, image_size=64, data="synthetic")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `outgrow compare` in this process; gives its exit code, standard output and standard error."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(("compare", *arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def result(command: Command) -> Callable[..., dict[str, Any]]:
+    """Runs it with --json, and gives the object on its only line."""
+
+    def call(*arguments: str) -> dict[str, Any]:
+        code, out, err = command(*arguments, "--json")
+        assert code == 0, err
+        assert err == ""  # no terminal: no progress bar
+        (line,) = out.splitlines()
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    return call
+
+
+# --- predictions ---
+
+
+def test_each_policy_meets_each_budget_once_and_in_order(result: Callable[..., dict[str, Any]]) -> None:
+    found = result(*TINY, "--budgets", "250, 100%,60,60", "--policies", "lru,auto,lru")
+    assert found["measured"] is None
+    points = found["predicted"]["points"]
+    pairs = [(point["policy"], point["budget_percent"]) for point in points]
+    assert pairs == [(name, percent) for name in ("lru", "auto") for percent in (250, 100, 60)]
+    plain = found["predicted"]["plain_peak_bytes"]
+    for point in points:
+        assert point["budget_bytes"] == int(plain * point["budget_percent"] / 100)
+        assert point["fits"]
+        assert point["peak_bytes"] <= point["budget_bytes"]
+        assert point["peak_ratio"] == pytest.approx(point["peak_bytes"] / plain)
+        assert point["time_ratio"] == pytest.approx(
+            point["step_seconds"] / found["predicted"]["plain_step_seconds"], rel=1e-6
+        )
+        moves = point["offloaded_bytes"] + point["recomputed_bytes"]
+        assert (moves == 0) == (point["budget_percent"] >= 100)
+
+
+def test_all_policies_and_seven_budgets_are_the_default(result: Callable[..., dict[str, Any]]) -> None:
+    points = result(*TINY)["predicted"]["points"]
+    assert tuple(dict.fromkeys(point["policy"] for point in points)) == outgrow.policies()
+    assert [point["budget_percent"] for point in points[:7]] == [100, 80, 60, 50, 40, 33, 25]
+    assert len(points) == 7 * len(outgrow.policies())
+
+
+def test_what_does_not_fit_is_shown_with_the_least_that_does(
+    command: Command, result: Callable[..., dict[str, Any]]
+) -> None:
+    arguments = (*TINY, "--budgets", "60,1", "--policies", "keep,auto")
+    found = result(*arguments)["predicted"]
+    keep, hopeless_keep, auto, hopeless = found["points"]
+    assert not keep["fits"]
+    assert not hopeless_keep["fits"]
+    assert keep["least_budget_bytes"] == hopeless_keep["least_budget_bytes"] == found["plain_peak_bytes"]
+    assert auto["fits"]
+    assert not hopeless["fits"]
+    assert hopeless["budget_bytes"] < hopeless["least_budget_bytes"] < auto["budget_bytes"]
+    assert hopeless["time_ratio"] is None
+    code, out, _ = command(*arguments)
+    assert code == 0
+    assert out.count("does not fit") == 3
+    assert out.count("(least ") == 3
+
+
+def test_the_least_budget_that_is_named_fits(result: Callable[..., dict[str, Any]]) -> None:
+    found = result(*TINY, "--budgets", "1", "--policies", "auto")["predicted"]
+    least = found["points"][0]["least_budget_bytes"]
+    percent = 100 * (least + 4096) / found["plain_peak_bytes"]
+    (point,) = result(*TINY, "--budgets", f"{percent:.6f}", "--policies", "auto")["predicted"]["points"]
+    assert point["fits"]
+
+
+def test_the_step_is_traced_once(result: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    trace = outgrow.trace
+
+    def counted(*arguments: Any, **options: Any) -> outgrow.Trace:
+        calls.append(options)
+        return trace(*arguments, **options)
+
+    monkeypatch.setattr(outgrow, "trace", counted)
+    result(*TINY, "--budgets", "100,60", "--policies", "keep,lru,checkpoint")
+    assert calls == [{"fake": True}]
+
+
+# --- measurements ---
+
+
+def test_measured_pairs_train_for_real_within_their_budgets(
+    result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    picture = tmp_path / "time.png"
+    found = result(
+        *(*TINY, "--budgets", "100,60,1", "--policies", "lru,keep", "--measure", "--steps", "2"),
+        *("--plot", str(picture), "--spill-dir", str(tmp_path)),
+    )
+    measured = found["measured"]
+    assert measured["plain_step_seconds"] > 0
+    whole, tight, hopeless, keep, keep_tight, _ = measured["points"]
+    for point in (whole, tight, keep):
+        assert point["fits"], point
+        assert point["peak_bytes"] <= point["budget_bytes"]
+        assert point["budget_bytes"] == int(measured["plain_peak_bytes"] * point["budget_percent"] / 100)
+        assert point["step_seconds"] > 0
+        assert point["predicted_peak_bytes"] > 0
+    assert whole["offloaded_bytes"] == 0
+    assert tight["offloaded_bytes"] > 0
+    for point in (hopeless, keep_tight):
+        assert not point["fits"]
+        assert point["problem"] is None
+        assert point["budget_bytes"] < point["least_budget_bytes"]
+    # What a fake trace says of a plain step is near to what a real one takes.
+    assert measured["plain_peak_bytes"] == pytest.approx(found["predicted"]["plain_peak_bytes"], rel=0.1)
+    assert picture.read_bytes().startswith(PNG)
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_what_goes_wrong_in_one_pair_does_not_end_the_others(
+    result: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Worker.step
+
+    def fails_for_lru(worker: Worker, limit_seconds: float | None = None) -> Any:
+        if worker.setup.name.startswith("lru"):
+            worker._process.kill()
+        return original(worker, limit_seconds)
+
+    monkeypatch.setattr(Worker, "step", fails_for_lru)
+    found = result(*TINY, "--budgets", "100", "--policies", "lru,keep", "--measure", "--steps", "1")
+    lru, keep = found["measured"]["points"]
+    assert not lru["fits"]
+    assert "ended with -9" in lru["problem"]
+    assert keep["fits"]
+
+
+# --- plots ---
+
+
+def test_a_plot_is_written_in_the_format_of_its_suffix(command: Command, tmp_path: Path) -> None:
+    for name, start in (("a.png", PNG), ("b.PDF", b"%PDF"), ("c.svg", b"<?xml")):
+        code, _, err = command(
+            *TINY, "--budgets", "100,60,1", "--policies", "lru,keep", "--plot", str(tmp_path / name)
+        )
+        assert code == 0, err
+        assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_measured_and_predicted_lines_differ_and_share_the_color_of_their_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    points = ((0.6, 1.2), (1.0, 1.0))
+    plot.draw(
+        tmp_path / "a.png",
+        "title",
+        [
+            plot.Line("auto, predicted", "auto", points, measured=False),
+            plot.Line("auto, measured", "auto", points, measured=True),
+            plot.Line("lru, measured", "lru", points, measured=True),
+            plot.Line("nothing fits", "keep", (), measured=True),
+        ],
+    )
+    predicted, measured, other = figures[0].axes[0].get_lines()[:3]
+    assert predicted.get_color() == measured.get_color() != other.get_color()
+    assert predicted.get_linestyle() != measured.get_linestyle()
+    assert predicted.get_markerfacecolor() != measured.get_markerfacecolor()
+    assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == [
+        "auto, predicted",
+        "auto, measured",
+        "lru, measured",
+    ]
+
+
+# --- mistakes ---
+
+
+@pytest.fixture
+def refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs it with a mistake; gives its one line of complaint, which came before any work."""
+
+    def too_late(*_: Any, **__: Any) -> None:
+        raise AssertionError("work began before the mistake was found")
+
+    monkeypatch.setattr(outgrow, "trace", too_late)
+
+    def call(*arguments: str) -> str:
+        code, out, err = command(*arguments)
+        assert (code, out) == (2, "")
+        assert len(err.splitlines()) == 1, err
+        assert err.startswith("outgrow: ")
+        return err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *[
+            (("--budgets", text), "above 0")
+            for text in ("0", "-5", "abc", "nan", "inf", "1e9", "80,,60", "", "80;60")
+        ],
+        (("--policies", "magic"), "vdnn-dyn"),
+        (("--policies", "auto,"), "no policy"),
+        (("--steps", "0"), "--steps"),
+        (("--plot", "/no/such/folder/a.png"), "/no/such/folder/a.png"),
+        (("--plot", "/"), "must end in"),
+        (("--plot", "time"), "must end in"),
+        (("--plot", "time.doc"), ".png"),
+        (("--measure", "--spill-dir", "/no/such/folder"), "/no/such/folder"),
+        (("--measure", "--data", "digits"), "takes text"),
+        (("--budget", "1GiB"), "--budget"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_work(
+    refused: Callable[..., str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in refused(*TINY, *arguments)
+
+
+def test_a_folder_is_no_place_for_a_plot(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "a.png").mkdir()
+    assert "cannot be written" in refused(*TINY, "--plot", str(tmp_path / "a.png"))
+
+
+def test_a_mistake_leaves_no_empty_plot_and_spares_an_old_one(tmp_path: Path) -> None:
+    plot.check_plot_path(tmp_path / "new.png")
+    (tmp_path / "old.png").write_bytes(b"old")
+    plot.check_plot_path(tmp_path / "old.png")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"old.png": b"old"}
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    original = builtins.__import__
+
+    def without(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return original(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert 'pip install "outgrow[plot]"' in refused(*TINY, "--plot", str(tmp_path / "a.png"))
+
+
+# --- steps that take turns ---
+
+
+def double_loss(model: Any, factor: str) -> None:
+    """A `prepare` for a worker: everything that the model says counts more."""
+    forward = model.forward
+    model.forward = lambda x: forward(x) * float(factor)
+
+
+def raise_at_once(model: Any) -> None:
+    """A `prepare` that fails."""
+    raise LookupError("not\nthis one")
+
+
+def test_set_ups_take_turns_and_those_that_fail_drop_out() -> None:
+    plain = Setup("plain", TINY_OPTIONS)
+    seen: list[str] = []
+    found = interleave(
+        [
+            plain,
+            Setup("kept", TINY_OPTIONS, environment=HEAP_KEPT),
+            Setup("changed", TINY_OPTIONS, prepare=(__name__, double_loss.__name__, "2.5")),
+            Setup("broken", TINY_OPTIONS, prepare=(__name__, raise_at_once.__name__)),
+        ],
+        rounds=3,
+        steps=2,
+        on_step=lambda setup: seen.append(setup.name),
+    )
+    assert [len(run.rows) for run in found.values()] == [6, 6, 6, 0]
+    assert seen[plain.warmup * 3 :] == ["plain"] * 2 + ["kept"] * 2 + ["changed"] * 4 + ["kept"] * 2 + [
+        *["plain"] * 4,
+        *["kept"] * 2,
+        *["changed"] * 2,
+    ]
+    assert found["plain"].losses == found["kept"].losses != found["changed"].losses
+    assert len(found["plain"].losses) == plain.warmup + 6
+    assert ratio(found, "kept", "plain") == found["kept"].seconds / found["plain"].seconds
+    failure = found["broken"].failure
+    assert failure is not None
+    assert (failure.kind, failure.message) == ("LookupError", "not this one")
+
+
+def test_bounds_are_those_of_a_session_that_nothing_limits() -> None:
+    bounds = live_bounds(Setup("any", replace(TINY_OPTIONS, budget="1", policy="lru")))
+    keep = replace(TINY_OPTIONS, policy="keep")
+    fits, too_small = (
+        Setup(f"{less} less", replace(keep, budget=str(bounds.plain_peak_bytes - less))) for less in (0, 4096)
+    )
+    found = interleave([fits, too_small], rounds=1)
+    assert found[fits.name].failure is None
+    failure = found[too_small.name].failure
+    assert failure is not None
+    assert failure.kind == "BudgetTooSmall"
+    assert bounds.least_budget_bytes < bounds.plain_peak_bytes
+
+
+def test_a_worker_that_takes_too_long_is_ended() -> None:
+    worker = Worker(Setup("slow", TINY_OPTIONS))
+    try:
+        with pytest.raises(SetupFailed, match="took longer than"):
+            worker.ready(limit_seconds=0.01)
+        assert worker._process.returncode is not None
+    finally:
+        worker.close()
+
+
+def test_a_set_up_reads_back_as_it_was_written() -> None:
+    setup = Setup("a", replace(TINY_OPTIONS, spill_dir=Path("/var/tmp")), ("b", "c"), {"D": "e"})
+    assert Setup.from_json(setup.to_json()) == setup
