@@ -484,7 +484,11 @@ class Executor:
         certain = likely if certain is None else certain
         if self._parking.busy:
             self._parking.wait_for_room(likely)
-        if not self._pool.make_room(likely) and self._ledger.live_bytes + certain > self._budget:
+        if self._pool.make_room(likely):
+            return
+        if self._parking.busy:
+            self._parking.send_back(likely)
+        if self._ledger.live_bytes + certain > self._budget:
             raise self._too_small(self._ledger.live_bytes + certain, self._where)
 
 

@@ -27,9 +27,9 @@ from outgrow.tracing.ops import OpFacts
 
 @dataclass(slots=True)
 class _Parked:
-    """A storage on its way out (`writing`), away (neither), or on its way back (`reading`).
+    """A storage on its way out (`writing`), away, on its way back (`reading`), or back before anybody looked.
 
-    `held` keeps the memory alive while a copy is in flight; while it is away nothing of ours holds the storage.
+    `held` keeps the memory alive while a copy is in flight; else nothing of ours holds the storage.
     """
 
     record: StorageRecord
@@ -93,11 +93,11 @@ class Parking:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is parked or on its way."""
+        """Whether anything is parked, on its way, or back ahead of its use."""
         return bool(self._parked or self._cancelled)
 
     def holds(self, record: StorageRecord) -> bool:
-        """Whether a storage is parked or on its way."""
+        """Whether a storage is parked, on its way, or back ahead of its use."""
         return record.serial in self._parked
 
     # --- what the executor shows ---
@@ -194,10 +194,7 @@ class Parking:
         """Start a planned copy back; False while it and the coming `room_ahead` bytes do not fit the budget."""
         record = self._records.get(value)
         parked = None if record is None else self._parked.get(record.serial)
-        if parked is None or parked.reading is not None or parked.record.storage() is None:
-            return True
-        if parked.writing is not None:  # it has not even left
-            self._settle_out(parked)
+        if parked is None or not self._is_away(parked):
             return True
         self._pool.land()
         if self._ledger.live_bytes + parked.nbytes + room_ahead > self._pool.budget_bytes:
@@ -237,15 +234,20 @@ class Parking:
         if parked.writing is not None:
             self._settle_out(parked)
             return
-        if parked.reading is None:
-            if record.storage() is None:
-                del self._parked[record.serial]
-                return
-            held = record.storage()  # making room must not free what room is made for
+        if self._is_away(parked):
             self._make_room(parked.nbytes)
             self._start_back(parked, may_evict=True)
-            del held
         self._settle_in(parked)
+        del self._parked[record.serial]
+
+    @staticmethod
+    def _is_away(parked: _Parked) -> bool:
+        return (
+            parked.writing is None
+            and parked.reading is None
+            and parked.record.nbytes == 0
+            and parked.record.storage() is not None
+        )
 
     def _settle_out(self, parked: _Parked) -> None:
         """It is wanted before it left: it stays. The copy goes on, and holds the memory until it is done."""
@@ -259,7 +261,6 @@ class Parking:
     def _start_back(self, parked: _Parked, *, may_evict: bool) -> None:
         storage = parked.record.storage()
         if storage is None:  # nobody wants it any more
-            del self._parked[parked.record.serial]
             return
         self._resident.make_room(parked.nbytes)
         while True:
@@ -283,7 +284,6 @@ class Parking:
         self._pool.wait_for(reading)
         held, parked.held, parked.reading = parked.held, None, None
         if reading.error is None:
-            del self._parked[parked.record.serial]
             return
         assert held is not None
         held.resize_(0)
@@ -293,7 +293,7 @@ class Parking:
     # --- room ---
 
     def land(self) -> None:
-        """Empty the storages whose copy out is done, and let go of those whose copy back is.
+        """Empty the storages whose copy out is done, and let go of the memory of those whose copy back is.
 
         Raises:
             SpillError: a copy out failed. Its value is still in memory.
@@ -306,6 +306,8 @@ class Parking:
                 self._empty(parked)
             elif parked.reading is not None and parked.reading.done and parked.reading.error is None:
                 self._settle_in(parked)
+            elif parked.held is None and parked.record.storage() is None:
+                del self._parked[parked.record.serial]
         self._forget_cancelled()
 
     def _empty(self, parked: _Parked) -> None:
@@ -320,7 +322,7 @@ class Parking:
         parked.held = None
 
     def wait_for_room(self, need: int) -> None:
-        """Values that are leaving as planned go before anything else must: wait for them."""
+        """Wait for values that are leaving as planned until so many bytes fit: they go before anything else must."""
         for parked in [item for item in self._parked.values() if item.writing is not None]:
             if self._ledger.live_bytes + need <= self._pool.budget_bytes:
                 return
@@ -328,6 +330,27 @@ class Parking:
                 self._pool.wait_for(parked.writing)
                 self._pool.land()
                 self.land()
+
+    def send_back(self, need: int) -> None:
+        """Empty what came back and nobody looked at yet, until so many bytes fit: the last thing to try.
+
+        Before that, wait for copies that were called off and hold what nobody else does.
+        """
+        for parked in list(self._cancelled):
+            if self._ledger.live_bytes + need <= self._pool.budget_bytes:
+                return
+            if parked.writing is not None and parked.record.other_holders() <= 0:  # only the copy still holds it
+                self._pool.wait_for(parked.writing)
+                self._forget_cancelled()
+                parked.held = None
+        for parked in reversed(list(self._parked.values())):
+            if self._ledger.live_bytes + need <= self._pool.budget_bytes:
+                return
+            self._settle_in(parked)
+            storage = parked.record.storage()
+            if parked.writing is None and storage is not None and not self._pool.is_reading(storage):
+                storage.resize_(0)
+                self._ledger.see_storage(storage)
 
     # --- the end ---
 
@@ -339,7 +362,7 @@ class Parking:
         self.on = False
         self._postponed.clear()
         for parked in list(self._parked.values()):
-            if parked.record.nbytes > 0 or self._pool.make_room(parked.nbytes):
+            if not self._is_away(parked) or self._pool.make_room(parked.nbytes):
                 self.restore(parked.record)
 
     def end(self) -> None:
@@ -363,7 +386,7 @@ class Parking:
         if parked.writing is not None:
             self._settle_out(parked)
             return
-        if parked.reading is None and parked.record.storage() is not None:
+        if self._is_away(parked):
             self._pool.make_room(parked.nbytes)
             self._start_back(parked, may_evict=True)
         self._settle_in(parked)
