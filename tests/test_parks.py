@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-import outgrow
 from outgrow.planning.policies import Policy
 from steps import (
     Make,
@@ -19,9 +16,6 @@ from steps import (
     ParkToFit,
     Training,
     assert_equal_to_plain,
-    budget_for,
-    train_in_session,
-    train_plain,
 )
 
 PARKING = (
@@ -64,7 +58,9 @@ class Dense(nn.Module):
         super().__init__()
         self.enter = nn.Conv2d(3, growth, 3, padding=1)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm2d(growth * (n + 1)), nn.ReLU(), nn.Conv2d(growth * (n + 1), growth, 3, padding=1))
+            nn.Sequential(
+                nn.BatchNorm2d(growth * (n + 1)), nn.ReLU(), nn.Conv2d(growth * (n + 1), growth, 3, padding=1)
+            )
             for n in range(layers)
         )
         self.leave = nn.Linear(growth * (layers + 1), 10)

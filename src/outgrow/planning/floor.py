@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
 from itertools import accumulate
 
 from outgrow.planning.parks import away, gaps
 from outgrow.planning.problem import Problem
-
 
 _Span = tuple[int, int, int, int]  # (first op, end op, bytes, value)
 

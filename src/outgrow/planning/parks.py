@@ -112,15 +112,15 @@ def parks_for(problem: Problem, budget_bytes: int) -> tuple[Park, ...]:
         if span is not None:
             starting.setdefault(span[0], []).append(gap)
     chosen: list[Gap] = []
-    idle: list[tuple[int, int, Gap]] = []  # gaps that began, largest first
+    idle: list[tuple[int, int, int, Gap]] = []  # gaps that began, largest first
     change = [0] * (len(curve) + 1)
     gone = 0
     for now, level in enumerate(curve):
         gone += change[now]
         for gap in starting.get(now, ()):
-            heappush(idle, (-gap.nbytes, -gap.before_op, gap))
+            heappush(idle, (-gap.nbytes, -gap.before_op, gap.value, gap))
         while level - gone > budget_bytes and idle:
-            gap = heappop(idle)[2]
+            gap = heappop(idle)[-1]
             if gap.before_op > now:
                 chosen.append(gap)
                 gone += gap.nbytes

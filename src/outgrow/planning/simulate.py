@@ -135,9 +135,9 @@ class _Walk:
             born = self._births[now]
             self._land()
             if self._parks:
-                for value in dict.fromkeys((*op.inputs, *op.outputs)):
-                    if value in self._parks:
-                        self._unpark(value)
+                for used in dict.fromkeys((*op.inputs, *op.outputs)):
+                    if used in self._parks:
+                        self._unpark(used)
             rise = born + op.workspace_bytes
             if self._live + rise > self._budget and (self._evicts or self._parks):
                 self._make_room(rise)
@@ -462,7 +462,7 @@ def _births_and_deaths(problem: Problem, entries: Container[int]) -> tuple[list[
 def _ends(
     problem: Problem, parks: Iterable[int]
 ) -> tuple[dict[int, list[tuple[bool, int]]], dict[int, list[tuple[bool, int]]]]:
-    """Releases of saved tensors and deaths of saved and parked values by op: before that op's ticks, or after them."""
+    """Releases of saved tensors, deaths of saved and parked values by op: before that op's ticks, or after them."""
     early: dict[int, list[tuple[bool, int]]] = {}
     late: dict[int, list[tuple[bool, int]]] = {}
     last_tick: dict[int, int] = {}

@@ -16,6 +16,7 @@ import torch
 from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.planning.parks import may_park
 from outgrow.planning.plan import Plan
+from outgrow.planning.problem import Problem
 from outgrow.runtime.copies.cpu import Copy, CpuCopies
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.tiers.disk import Slot
@@ -75,13 +76,8 @@ class Parking:
         self._births: dict[int, list[tuple[int, int]]] = {}
         self._sizes: dict[int, int] = {}
         self._names: dict[int, str] = {}
-        for value in {item.value for item in plan.parks} if plan is not None else ():
-            if may_park(plan.problem, value):
-                birth = plan.problem.trace.values[value].birth
-                op = plan.problem.trace.ops[birth]
-                self._births.setdefault(birth, []).append((op.outputs.index(value), value))
-                self._sizes[value] = plan.problem.trace.values[value].nbytes
-                self._names[birth] = op.name
+        if plan is not None:
+            self._look_out_for({item.value for item in plan.parks}, plan.problem)
         self._records: dict[int, StorageRecord] = {}
         self._own: set[int] = set()
         self._exposed: set[int] = set()
@@ -90,6 +86,14 @@ class Parking:
         # Arguments of the functions in C++ that run now: some read memory past the dispatcher.
         self._calls: list[tuple[Any, Any]] = []
         self.is_watched: Callable[[], bool] = lambda: False
+
+    def _look_out_for(self, values: Iterable[int], problem: Problem) -> None:
+        for index in values:
+            value = problem.trace.values[index]
+            if may_park(problem, index) and index in (made := problem.trace.ops[value.birth].outputs):
+                self._births.setdefault(value.birth, []).append((made.index(index), index))
+                self._names[value.birth] = problem.trace.ops[value.birth].name
+                self._sizes[index] = value.nbytes
 
     @property
     def busy(self) -> bool:
