@@ -127,20 +127,26 @@ def assert_equal_to_plain(make: Make, *, share: float = 0.6, policy: str | Polic
 class ParkAll:
     """Parks every value in every gap in which the program holds it unread; what else is over, the cache sends away.
 
-    `prefetch` says whether copies back start ahead of the ops that want them; `offload` whether saved values leave by
-    plan too.
+    `prefetch` says whether copies back start ahead of the ops that want them, `offload` whether saved values leave by
+    plan too. `speed` is what the plan takes the disk for, in bytes a second, if it does not ask.
     """
 
     name: str = "park-all"
+    parks: bool = True
     prefetch: bool = True
     offload: bool = False
+    speed: float = 0.0
 
     def plan(self, problem: Problem) -> Plan:
-        found = [item for gap in gaps(problem) if (item := park(problem, gap)) is not None]
+        if self.speed:
+            hardware = replace(problem.hardware, copy_out_bandwidth=self.speed, copy_in_bandwidth=self.speed)
+            problem = replace(problem, hardware=hardware)
+        found = [item for gap in gaps(problem) if (item := park(problem, gap)) is not None] if self.parks else []
+        offloads = list(with_prefetch(problem, problem.candidates)) if self.offload else []
         if not self.prefetch:
             found = [replace(item, in_tick=-1) for item in found]
-        offloads = with_prefetch(problem, problem.candidates) if self.offload else ()
-        return make_plan(self.name, problem, offloads, parks=tuple(found))
+            offloads = [replace(item, in_tick=-1) for item in offloads]
+        return make_plan(self.name, problem, tuple(offloads), parks=tuple(found))
 
     def __str__(self) -> str:
         return self.name
@@ -148,13 +154,12 @@ class ParkAll:
 
 @dataclass(frozen=True)
 class ParkToFit:
-    """Parks what the least budget asks for; saved values leave as soon as they are saved."""
+    """Parks what must be parked to fit the budget; what else is over, the cache sends away."""
 
     name: str = "park-to-fit"
 
     def plan(self, problem: Problem) -> Plan:
-        parks = parks_for(problem, problem.budget_bytes)
-        return make_plan(self.name, problem, with_prefetch(problem, problem.candidates), parks=parks)
+        return make_plan(self.name, problem, (), parks=parks_for(problem, problem.budget_bytes))
 
     def __str__(self) -> str:
         return self.name

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import io
+import pickle
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import outgrow
+from outgrow.planning.parks import Gap, away, gaps, park, parks_for
+from outgrow.planning.plan import Park, Plan, make_plan
 
 from outgrow.planning.policies import Policy
+from outgrow.planning.problem import Problem
+from outgrow.runtime.parking import Parking
+from outgrow.runtime.tiers.disk import Slot, SpillFile
+from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from steps import (
     Make,
     ParkAll,
     ParkToFit,
     Training,
     assert_equal_to_plain,
+    budget_for,
+    train_in_session,
+    train_plain,
 )
 
 PARKING = (
@@ -99,6 +122,27 @@ class Residual(nn.Module):
         return self.leave(x.mean((2, 3)))
 
 
+class Collect(nn.Module):
+    """Every layer's result waits in a list for the end."""
+
+    def __init__(self, layers: int = 10, width: int = 16) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, width, 3, padding=1)
+        self.layers = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(layers))
+        self.leave = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        found = []
+        for layer in self.layers:
+            x = layer(x).tanh()
+            found.append(x)
+        total = found[0]
+        for item in found[1:]:
+            total = total + item
+        return self.leave(total.mean((2, 3)))
+
+
 Forward = Callable[[nn.Module, torch.Tensor, int], torch.Tensor]
 
 
@@ -134,10 +178,223 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "skip-dropout": lambda: Skip(dropout=0.3),
     "dense": Dense,
     "residual": Residual,
+    "collect": Collect,
 }
+
 
 
 @pytest.mark.parametrize("policy", PARKING, ids=str)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_with_skips_train_the_same(network: str, policy: Policy) -> None:
     assert_equal_to_plain(supervised(NETWORKS[network]), policy=policy, share=0.5)
+
+
+def test_autocast() -> None:
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float()
+
+    assert_equal_to_plain(supervised(Skip, forward), policy=ParkAll())
+
+
+def test_gradient_accumulation() -> None:
+    assert_equal_to_plain(supervised(Residual, passes=2), policy=ParkAll())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_inside(reentrant: bool) -> None:
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        assert isinstance(model, Residual)
+        h = model.enter(x)
+        for block, shortcut in zip(model.blocks, model.shortcuts, strict=True):
+            h = model.act(shortcut(h) + checkpoint(block, h, use_reentrant=reentrant))
+        return model.leave(h.mean((2, 3)))
+
+    assert_equal_to_plain(supervised(lambda: Residual(inplace=False), forward), policy=ParkAll())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_double_backward(whole: bool) -> None:
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        x.requires_grad_()
+        out = model(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True, retain_graph=True)
+        return out + gradient.pow(2).mean() if whole else out + gradient.mean().detach()
+
+    assert_equal_to_plain(supervised(lambda: Skip(dropout=0.2), forward), policy=ParkAll(), share=0.8)
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize(("network", "share"), [("skip", 0.98), ("dense", 0.96), ("collect", 0.7)])
+def test_the_peak_falls_and_is_what_was_predicted(network: str, share: float) -> None:
+    make = supervised(NETWORKS[network])
+    plain = train_plain(make, 4)
+    measured: dict[bool, int] = {}
+    for parks in (True, False):
+        # A disk that takes no time: what is alive at each op hangs on the plan alone.
+        policy = ParkAll(parks=parks, prefetch=False, offload=True, speed=1e15)
+        torch.manual_seed(0)
+        training = make()
+        torch.manual_seed(1)
+        losses = []
+        budget = budget_for(make, 1.0)
+        with outgrow.Session(
+            training.models, training.optimizers, budget=budget, policy=policy, least_moved_bytes=1
+        ) as session:
+            session._copies.close()  # copies are made on the spot
+            for k in range(4):
+                with session.step():
+                    losses.append(float(training.run(k)))
+            assert session.plan is not None
+            measured[parks] = session.summary().measured_peak_bytes
+            assert abs(measured[parks] / session.plan.prediction.peak_bytes - 1) < 0.02
+        assert tuple(losses) == plain.losses
+    assert measured[True] < share * measured[False]
+
+
+# --- access past the dispatcher ---
+
+
+# Looks at a tensor, and gives what looks again through what it took then: a number that hangs on each element.
+Look = Callable[[torch.Tensor], Callable[[], float]]
+
+
+class Looked(nn.Module):
+    """A value waits while others are computed; `before` and `after` that somebody looks at it past the dispatcher."""
+
+    def __init__(self, before: Look | None, after: Look | None) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 16, 3, padding=1)
+        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(5))
+        self.leave = nn.Linear(16, 10)
+        self.before, self.after = before, after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.enter(x).sigmoid()
+        early = None if self.before is None else self.before(skip.detach())
+        x = skip
+        for layer in self.layers:
+            x = layer(x).tanh()
+        seen = 0.0 if early is None else early()
+        if self.after is not None:
+            seen += self.after(skip.detach())()
+        return self.leave((x + skip).mean((2, 3))) * (1.0 + seen)
+
+
+def weigh(numbers: Any) -> float:
+    flat = np.asarray(numbers, dtype=np.float64).ravel()
+    return float(flat @ np.linspace(0.5, 1.5, flat.size) / flat.size)
+
+
+def by_address(tensor: torch.Tensor) -> Callable[[], float]:
+    memory = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+    return lambda: weigh(np.ctypeslib.as_array(memory))
+
+
+def by_storage(tensor: torch.Tensor) -> Callable[[], float]:
+    storage = tensor.untyped_storage()
+    return lambda: weigh(np.frombuffer(bytes(storage), dtype=np.float32))
+
+
+def by_saving(tensor: torch.Tensor) -> Callable[[], float]:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return lambda: weigh(torch.load(io.BytesIO(file.getvalue())).numpy())
+
+
+def by_window(tensor: torch.Tensor) -> Callable[[], float]:
+    array = tensor[1:, 2:].transpose(1, 2).numpy()
+    return lambda: weigh(array)
+
+
+def by_hash_of_text(tensor: torch.Tensor) -> Callable[[], float]:
+    text = repr(tensor)
+    return lambda: sum(map(ord, text)) * 1e-9
+
+
+def keeping(take: Callable[[torch.Tensor], Any]) -> Look:
+    def look(tensor: torch.Tensor) -> Callable[[], float]:
+        taken = take(tensor)
+        return lambda: weigh(taken)
+
+    return look
+
+
+LOOKS: dict[str, Look] = {
+    "numpy": keeping(lambda tensor: tensor.numpy()),
+    "asarray": keeping(np.asarray),
+    "window": by_window,
+    "tolist": keeping(lambda tensor: tensor.tolist()),
+    "data_ptr": by_address,
+    "storage": by_storage,
+    "dlpack": keeping(np.from_dlpack),
+    "torch.save": by_saving,
+    "print": by_hash_of_text,
+    "deepcopy": keeping(lambda tensor: copy.deepcopy(tensor).numpy()),
+    "pickle": keeping(lambda tensor: pickle.loads(pickle.dumps(tensor)).numpy()),
+    "item": keeping(lambda tensor: [tensor[0, 0, 0, 0].item()]),
+}
+
+
+@dataclass
+class Watched:
+    """What a `Parking` did, taken down."""
+
+    emptied: int = 0
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """Counts the storages that are emptied."""
+    seen = Watched()
+    empty = Parking._empty
+
+    def counting(self: Parking, parked: Any) -> None:
+        empty(self, parked)
+        seen.emptied += parked.record.nbytes == 0
+
+    monkeypatch.setattr(Parking, "_empty", counting)
+    return seen
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_who_looks_past_the_dispatcher_sees_the_value(look: str, when: str, watched: Watched) -> None:
+    before, after = (LOOKS[look] if when in (moment, "both") else None for moment in ("before", "after"))
+    make = supervised(lambda: Looked(before, after))
+    # The cache has room enough: what leaves is parked.
+    ours, _ = train_in_session(make, 4, budget="1GiB", policy=ParkAll(speed=1e9))
+    assert ours == train_plain(make, 4)
+    assert watched.emptied > 0
+
+
+@pytest.mark.parametrize("look", ["numpy", "data_ptr", "dlpack"])
+def test_hooks_in_the_backward_pass_see_a_gradient_that_waits(look: str, watched: Watched) -> None:
+    def make() -> Training:
+        model = Residual(inplace=False)
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(8, 3, 32, 32, generator=generator), torch.randint(0, 10, (8,), generator=generator)
+
+        def run(k: int) -> torch.Tensor:
+            seen = []
+
+            def forward_hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+                out.register_hook(lambda gradient: seen.append(LOOKS[look](gradient.detach())()))
+
+            hooks = [layer.register_forward_hook(forward_hook) for layer in model.modules()]
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            for hook in hooks:
+                hook.remove()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach() + sum(seen)
+
+        return Training([model], [opt], run)
+
+    ours, _ = train_in_session(make, 4, budget="1GiB", policy=ParkAll(prefetch=False, speed=1e9))
+    assert ours == train_plain(make, 4)
+    assert watched.emptied > 0
