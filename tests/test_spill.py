@@ -119,6 +119,13 @@ class SpillMachine(RuleBasedStateMachine):
         assert memory.contents == value.data
         assert memory.surroundings_are_untouched
 
+    @rule(value=values, phase=phases)
+    def read_to_another_phase(self, value: Value, phase: int) -> None:
+        memory = Memory(value.slot.nbytes, phase, fill=0x5A)
+        self.spill.read(value.slot, memory.address)
+        assert memory.contents == value.data
+        assert memory.surroundings_are_untouched
+
     @rule(value=consumes(values))
     def release(self, value: Value) -> None:
         self._release(value)

@@ -150,7 +150,9 @@ class Session:
             self._rebuild,
             least_moved_bytes,
         )
-        self._executor = Executor(self._ledger, self._pool, self._resident, self.budget_bytes, self._too_small)
+        self._executor = Executor(
+            self._ledger, self._pool, self._copies, self._resident, self.budget_bytes, self._too_small
+        )
         self._hardware: Hardware | None = None
         self._kinds: list[_Kind] = []
         self._expected: _Kind | None = None
@@ -240,7 +242,7 @@ class Session:
             raise SessionError("a step is open already: steps of a session do not nest")
         kind = self._expected
         plan = None if kind is None else kind.plan
-        if plan is not None and plan.offloads and not self._pool.make_way(plan.spill_bytes):
+        if plan is not None and plan.spill_bytes and not self._pool.make_way(plan.spill_bytes):
             plan = None  # a graph of an earlier step still wants what lies where the plan would put its own
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
         awaits_stranger = self._stranger_at > 0 and self._steps + 1 - self._stranger_at == self._stranger_gap
@@ -274,6 +276,8 @@ class Session:
             self._peak = max(self._peak, outcome.peak_bytes)
         if error is not None:
             return
+        if outcome.failure is not None:
+            raise outcome.failure
         followed = self._expected
         self._steps += 1
         self._recordings_left = max(0, self._recordings_left - 1)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LEAST_MOVED_BYTES = 4096
 
 _MOVABLE = frozenset({Kind.ACTIVATION, Kind.INPUT, Kind.TEMPORARY})
+_LET_GO = frozenset({Kind.ACTIVATION, Kind.TEMPORARY})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +97,30 @@ class Problem:
         return tuple(found)
 
     @cached_property
+    def own_storages(self) -> frozenset[int]:
+        """Storages that an op of PyTorch's own made in this step, and that never become training state."""
+        values, ops = self.trace.values, self.trace.ops
+        made = {
+            value.storage
+            for value in values
+            if value.version == 0 and 0 <= value.birth < len(ops) and ops[value.birth].name.startswith("aten.")
+        }
+        return frozenset(made - {value.storage for value in values if value.kind not in _LET_GO})
+
+    @cached_property
     def recipes(self) -> Recipes:
         """How values can be made anew."""
         from outgrow.planning.recipes import Recipes  # recipes read problems
 
         return Recipes(self)
+
+    def is_saved(self, value: int) -> bool:
+        """Whether autograd saves the value."""
+        return value in self._saved_values
+
+    @cached_property
+    def _saved_values(self) -> frozenset[int]:
+        return frozenset(item.value for item in self.trace.saved)
 
     def is_movable(self, value: int) -> bool:
         """Whether a saved value may leave the device at all."""

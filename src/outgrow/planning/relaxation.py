@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from outgrow.planning.plan import make_plan
 from outgrow.planning.prefetch import may_be_dropped
 from outgrow.planning.problem import Candidate, Problem
 
@@ -47,10 +46,13 @@ class Shares:
 class Relaxation:
     """The program of one problem; it can be solved again for tighter budgets."""
 
-    def __init__(self, problem: Problem, *, optimistic: bool = False, chains: bool = True) -> None:
+    def __init__(
+        self, problem: Problem, curve: Sequence[float], *, optimistic: bool = False, chains: bool = True
+    ) -> None:
         """
         Args:
             problem: what is planned.
+            curve: bytes alive at each op where every saved value is kept.
             optimistic: round moments so that values are away longer than they can be, and let recipes have their
                 sources for nothing: the optimum is then a lower bound. Else values are away a little shorter, so
                 that what fits the program is likely to fit the step.
@@ -61,8 +63,7 @@ class Relaxation:
         self._chains = chains
         self._items = [item for item in problem.candidates if self._leaves(item) < self._wanted(item)]
         self._moments = self._cut()
-        curve = make_plan("keep", problem, (), evicts=False).simulate().curve or (problem.base_bytes,)
-        self._curve: NDArray[np.float64] = np.asarray(curve, dtype=np.float64)
+        self._curve: NDArray[np.float64] = np.asarray(curve or [problem.base_bytes], dtype=np.float64)
 
     def solve(self, budgets: Sequence[float] | None = None) -> Shares:
         """The cheapest shares. `budgets` has the bytes that may be alive at each op; the problem's if left out."""

@@ -1,16 +1,18 @@
 """What a plan will cost: an event-driven walk over the trace with three lanes, compute, copy out and copy in.
 
 It does what the runtime does, in the same order: plan actions at ticks, copies first in first out on their lane,
-bursts of recompute, eviction of the least recently used when an op does not fit. Every policy and the session rely
+bursts of recompute, parked values that come back for the op that wants them, eviction of the least recently used
+when an op does not fit. Every policy and the session rely
 on it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from outgrow.planning.parks import may_park
 from outgrow.planning.plan import Plan, Replay
 from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import Recipe, burst
@@ -65,7 +67,11 @@ def simulate(plan: Plan) -> Prediction:
 
 @dataclass(slots=True)
 class _Entry:
-    """A saved value as the pool sees it."""
+    """A value that may be away: a saved one as the pool sees it, or one that the plan parks.
+
+    `leaving` says that a copy out is under way, `offloading` or `parking` (or both) what for. `parked` is what left
+    although the program holds it.
+    """
 
     nbytes: int
     held: int
@@ -76,6 +82,9 @@ class _Entry:
     copied: bool = False
     dropped: bool = False
     leaving: bool = False
+    offloading: bool = False
+    parking: bool = False
+    parked: bool = False
     arrives: float = 0.0
 
 
@@ -95,19 +104,23 @@ class _Walk:
         self._leaving: deque[tuple[float, int]] = deque()
         self._let_go_at: dict[int, list[int]] = {}
         self._deferred: deque[int] = deque()
+        self._early: list[int] = []  # parked values that came back and that no op wanted yet
         trace = problem.trace
+        self._parks = {item.value for item in plan.parks if may_park(problem, item.value)}
         self._entries: dict[int, _Entry] = {}
         for saved in trace.saved:
             if saved.value not in self._entries:
                 value = trace.values[saved.value]
                 movable = problem.is_movable(saved.value)
                 self._entries[saved.value] = _Entry(value.nbytes, value.held, movable)
+        for index in self._parks - self._entries.keys():
+            self._entries[index] = _Entry(trace.values[index].nbytes, trace.values[index].death, movable=False)
         self._recent: OrderedDict[int, None] = OrderedDict()
         # Values that go again at once when they were made anew for another's sake.
         self._brief = {item.value for item in plan.recomputes if item.replay is Replay.MEMORY}
         self._actions = _actions(plan)
-        self._births, self._deaths = _births_and_deaths(plan)
-        self._early_ends, self._late_ends = _ends(problem)
+        self._births, self._deaths = _births_and_deaths(plan, self._entries)
+        self._early_ends, self._late_ends = _ends(problem, self._parks)
 
     def run(self) -> None:
         trace = self.problem.trace
@@ -124,8 +137,12 @@ class _Walk:
             self._end(self._late_ends.get(now, ()))
             born = self._births[now]
             self._land()
+            if self._parks:
+                for used in dict.fromkeys((*op.inputs, *op.outputs)):
+                    if used in self._parks:
+                        self._unpark(used)
             rise = born + op.workspace_bytes
-            if self._live + rise > self._budget and self._evicts:
+            if self._live + rise > self._budget and (self._evicts or self._parks):
                 self._make_room(rise)
             self.curve.append(max(self._live + rise, self._burst_peak))
             self._burst_peak = 0
@@ -176,6 +193,8 @@ class _Walk:
                 self._wait_out(target)
             elif action == "drop":
                 self._drop(target)
+            elif action == "park":
+                self._park(target)
             else:
                 self._deferred.append(target)
         while self._deferred and self._start_in(self._deferred[0]):
@@ -190,23 +209,65 @@ class _Walk:
 
     def _start_out(self, value: int, *, planned: bool) -> None:
         entry = self._entries[value]
-        if not entry.resident or entry.leaving or entry.copied:
+        if not entry.resident or entry.offloading or entry.copied:
             return
-        self._out_free = max(self._out_free, self.time) + self.problem.hardware.copy_out_seconds(entry.nbytes)
-        self.time += self.problem.hardware.copying_costs(entry.nbytes)
-        self._leaving.append((self._out_free, value))
-        entry.leaving = True
+        entry.offloading = True
+        if not entry.leaving:
+            self._copy_out(value)
         if planned:
             self.offloaded_bytes += entry.nbytes
         else:
             self.evicted_bytes += entry.nbytes
+
+    def _copy_out(self, value: int) -> None:
+        entry = self._entries[value]
+        self._out_free = max(self._out_free, self.time) + self.problem.hardware.copy_out_seconds(entry.nbytes)
+        self.time += self.problem.hardware.copying_costs(entry.nbytes)
+        self._leaving.append((self._out_free, value))
+        entry.leaving = True
+
+    def _park(self, value: int) -> None:
+        """Send away a value that the program still holds; a copy that is there already will do."""
+        if value not in self._parks or not 0 <= self.problem.trace.values[value].birth < self._op:
+            return
+        entry = self._entries[value]
+        if not entry.resident or entry.dead or entry.parking:
+            return
+        if entry.copied:
+            entry.parked = True
+            self._free(value)
+            return
+        entry.parking = True
+        if not entry.leaving:
+            self._copy_out(value)
+            self.offloaded_bytes += entry.nbytes
+
+    def _unpark(self, value: int) -> None:
+        """An op wants a value that may be parked: it stays if it has not left, else it comes back."""
+        entry = self._entries[value]
+        entry.parking = False
+        if value in self._early:
+            self._early.remove(value)
+        if entry.parked and not entry.resident and not entry.dead:
+            if self._live + entry.nbytes > self._budget:
+                self._make_room(entry.nbytes)
+            self._read(value)
+        if entry.resident:
+            self._wait_until(entry.arrives)
 
     def _land(self) -> None:
         """Memory of values whose copy out is finished goes."""
         while self._leaving and self._leaving[0][0] <= self.time:
             _, value = self._leaving.popleft()
             entry = self._entries[value]
-            entry.leaving, entry.copied = False, True
+            goes, entry.copied = entry.parking, entry.offloading
+            entry.leaving = entry.parking = entry.offloading = False
+            if goes and entry.resident and not entry.dead:
+                entry.parked = True
+                self._free(value)
+                continue
+            if not entry.dead and not entry.copied:  # it was to be parked, but was wanted first
+                continue
             if not entry.resident or (entry.in_use and not entry.dead):
                 continue
             if entry.dead or entry.held <= self._op:
@@ -297,11 +358,13 @@ class _Walk:
     def _start_in(self, value: int) -> bool:
         """Start a planned copy back; False while there is no room for it."""
         entry = self._entries[value]
-        if entry.resident or entry.dead or not entry.copied:
+        if entry.resident or entry.dead or not (entry.copied or entry.parked):
             return True
         self._land()
         if self._live + entry.nbytes + self._rise_ahead() > self._budget:
             return False
+        if entry.parked:
+            self._early.append(value)
         self._read(value)
         return True
 
@@ -314,7 +377,7 @@ class _Walk:
     def _read(self, value: int) -> None:
         entry = self._entries[value]
         self._live += entry.nbytes
-        entry.resident = True
+        entry.resident, entry.parked = True, False
         self._in_free = max(self._in_free, self.time) + self.problem.hardware.copy_in_seconds(entry.nbytes)
         self.time += self.problem.hardware.copying_costs(entry.nbytes)
         entry.arrives = self._in_free
@@ -332,8 +395,28 @@ class _Walk:
         self._touch(value)
 
     def _make_room(self, need: int) -> None:
-        """Send away the least recently used until `need` bytes fit, or nothing is left to send."""
+        """Send away the least recently used until `need` bytes fit, or nothing is left to send.
+
+        Parked values on their way out go first: they are going anyway. Those that came back early go last.
+        """
         self._land()
+        while self._live + need > self._budget:
+            parking = next((done for done, value in self._leaving if self._entries[value].parking), None)
+            if parking is None:
+                break
+            self._wait_until(parking)
+            self._land()
+        if self._evicts:
+            self._evict(need)
+        while self._early and self._live + need > self._budget:
+            value = self._early.pop()
+            entry = self._entries[value]
+            if entry.resident and not entry.dead:
+                self._wait_until(entry.arrives)
+                entry.parked = True
+                self._free(value)
+
+    def _evict(self, need: int) -> None:
         while self._live + need > self._budget:
             excess = self._live + need - self._budget
             for value in list(self._recent):
@@ -371,11 +454,15 @@ def _actions(plan: Plan) -> dict[int, list[tuple[str, int]]]:
             table.setdefault(item.release_tick, []).append(("release", item.value))
         if item.in_tick >= 0:
             table.setdefault(item.in_tick, []).append(("in", item.value))
+    for parked in plan.parks:
+        table.setdefault(parked.out_tick, []).append(("park", parked.value))
+        if parked.in_tick >= 0:
+            table.setdefault(parked.in_tick, []).append(("unpark", parked.value))
     return table
 
 
-def _births_and_deaths(plan: Plan) -> tuple[list[int], list[int]]:
-    """Bytes that appear with each op, and bytes of never-saved values that are gone before each op.
+def _births_and_deaths(plan: Plan, entries: Container[int]) -> tuple[list[int], list[int]]:
+    """Bytes that appear with each op, and bytes of values without an entry that are gone before each op.
 
     An in-place write is a death and a birth at the same op, so that live bytes stay as they are. A result that takes
     the place of an input is not born, and the input does not die.
@@ -383,22 +470,23 @@ def _births_and_deaths(plan: Plan) -> tuple[list[int], list[int]]:
     problem = plan.problem
     size = len(problem.trace.ops) + 1
     births, deaths = [0] * size, [0] * size
-    saved = {item.value for item in problem.trace.saved}
     for index, value in enumerate(problem.trace.values):
         if value.birth >= 0:
             births[value.birth] += value.nbytes
-        if index not in saved:
+        if index not in entries:
             deaths[value.death] += value.nbytes
     for op in dict.fromkeys(plan.reuses):
         source = overwritten(problem, op)
-        if source is not None and source not in saved:
+        if source is not None and source not in entries:
             births[op] -= problem.trace.values[source].nbytes
             deaths[op + 1] -= problem.trace.values[source].nbytes
     return births, deaths
 
 
-def _ends(problem: Problem) -> tuple[dict[int, list[tuple[bool, int]]], dict[int, list[tuple[bool, int]]]]:
-    """Releases of saved tensors and deaths of saved values by op: before that op's ticks, or after them."""
+def _ends(
+    problem: Problem, parks: Iterable[int]
+) -> tuple[dict[int, list[tuple[bool, int]]], dict[int, list[tuple[bool, int]]]]:
+    """Releases of saved tensors, deaths of saved and parked values by op: before that op's ticks, or after them."""
     early: dict[int, list[tuple[bool, int]]] = {}
     late: dict[int, list[tuple[bool, int]]] = {}
     last_tick: dict[int, int] = {}
@@ -406,6 +494,8 @@ def _ends(problem: Problem) -> tuple[dict[int, list[tuple[bool, int]]], dict[int
         last = saved.unpacked[-1] if saved.unpacked else saved.packed
         last_tick[saved.value] = max(last_tick.get(saved.value, -1), last)
         (late if last >= saved.released else early).setdefault(saved.released, []).append((True, index))
+    for value in parks:
+        last_tick.setdefault(value, -1)
     for value, last in last_tick.items():
         death = problem.trace.values[value].death
         (late if last >= death else early).setdefault(death, []).append((False, value))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.planning.plan import Plan
+from outgrow.runtime.access import Access
 from outgrow.runtime.care import NOTHING, Need, OpNeeds
+from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.handles import Handle
+from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Recomputer, Verdicts
 from outgrow.runtime.reuse import Reuser
@@ -53,8 +57,8 @@ class StepOutcome:
 
     `fault_level` is the fewest live bytes at which an allocator refused memory, 0 if none did. `watched` says that
     the dispatch mode was on, so that `peak_bytes` was measured; `blind` that a profiler of the user's hid what some
-    ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside
-    the true values, which takes time and memory that later steps will not take.
+    ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside the true values,
+    which takes time and memory that later steps will not take. `failure` is why a parked value could not come back.
     """
 
     peak_bytes: int
@@ -72,6 +76,7 @@ class StepOutcome:
     followed: bool
     proved: bool
     packs: tuple[int, ...]
+    failure: Exception | None = None
 
 
 class Executor:
@@ -81,6 +86,7 @@ class Executor:
         self,
         ledger: Ledger,
         pool: Pool,
+        copies: CpuCopies,
         resident: ResidentSet,
         budget_bytes: int,
         too_small: Callable[[int, str], Exception],
@@ -97,6 +103,8 @@ class Executor:
         self._kinds: Mapping[int, Kind] = {}
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again)
         self._reuser = Reuser(ledger, pool)
+        self._parking = Parking(ledger, pool, copies, resident, self._make_room)
+        pool.parked = self._parking
         self._recorder: Recorder | None = None
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
@@ -135,6 +143,8 @@ class Executor:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             if watch:
                 stack.enter_context(_Watch(self, self._table))
+            if self._parking.on:
+                stack.enter_context(Access(self._parking))
             self._stack = stack.pop_all()
         self._started = self._left_at = time.perf_counter()
         self._left_lost = 0.0
@@ -142,6 +152,8 @@ class Executor:
     def end(self) -> StepOutcome:
         """Take hooks and mode off and say what was measured."""
         assert self._stack is not None
+        with torch._C.DisableTorchFunction():
+            self._parking.end()
         seconds = time.perf_counter() - self._started
         self._stack.close()
         self._stack = None
@@ -152,7 +164,7 @@ class Executor:
             seconds=seconds,
             stall_seconds=self._pool.stall_seconds,
             recompute_seconds=self._recomputer.seconds,
-            planned_bytes=self._pool.planned_bytes,
+            planned_bytes=self._pool.planned_bytes + self._parking.nbytes,
             evicted_bytes=self._pool.evicted_bytes,
             recomputed_bytes=self._recomputer.nbytes,
             saved_bytes=self._saved_bytes,
@@ -163,6 +175,7 @@ class Executor:
             followed=self._plan is not None and self._tick == len(self._plan.problem.trace.ticks),
             proved=self._recomputer.proofs > 0,
             packs=tuple(self._packs),
+            failure=self._parking.failure,
         )
         self._reset(None)
         return outcome
@@ -177,12 +190,13 @@ class Executor:
         self._peak = 0
         self._watched = False
         self._where = ""
-        self._deferred: deque[Entry] = deque()
+        self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
         self._plan = plan
         self._entry_of: dict[int, Entry] = {}
         self._actions = _actions(plan) if plan is not None else {}
         self._recomputer.begin(plan, self._kinds, verdicts or Verdicts())
         self._reuser.begin(plan, self._kinds)
+        self._parking.begin(plan, self._kinds)
 
     # --- the clock ---
 
@@ -190,7 +204,7 @@ class Executor:
         """Autograd saves a tensor."""
         while self._released_elsewhere:
             self.released(self._released_elsewhere.popleft())
-        with torch._C._DisableTorchDispatch():
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             handle = Handle(self, tensor, self._epoch, self._numbers)
             self._numbers += 1
             record = self._ledger.see(tensor) if _is_plain(tensor) else None
@@ -216,6 +230,10 @@ class Executor:
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Autograd wants a saved tensor back."""
+        with torch._C.DisableTorchFunction():
+            return self._unpack(handle)
+
+    def _unpack(self, handle: Handle) -> torch.Tensor:
         node = torch._C._current_autograd_node()
         handle.check_version(node.name() if node is not None else "")
         this_step = handle.epoch == self._epoch
@@ -273,10 +291,17 @@ class Executor:
         if entry is not None and (
             entry.nbytes != trace.values[saved.value].nbytes  # a window as large as before on a larger storage
             or self._entry_of.setdefault(saved.value, entry) is not entry
+            or not self._parking.agrees(saved.value, entry)
         ):
             self._depart()
             return
         for action, value, offset in self._actions.get(number, ()):
+            if action == "park":
+                self._parking.start_out(value, offset)
+                continue
+            if action == "unpark":
+                self._deferred.append(partial(self._parking.start_in, value))
+                continue
             target = self._entry_of.get(value)
             if target is None or target.handles == 0:
                 continue
@@ -287,10 +312,10 @@ class Executor:
             elif action == "release":
                 self._pool.wait_out(target)
             else:
-                self._deferred.append(target)
+                self._deferred.append(partial(self._pool.start_in, target))
         if self._deferred:
             rise = self._rise_ahead(tick.op)
-            while self._deferred and self._pool.start_in(self._deferred[0], rise):
+            while self._deferred and self._deferred[0](rise):
                 self._deferred.popleft()
             self._peak = max(self._peak, self._ledger.live_bytes)
 
@@ -339,6 +364,8 @@ class Executor:
 
     def _prepare(self, facts: OpFacts, need: Need) -> None:
         """Make room for an op in the budget and in the resident set."""
+        if self._parking.busy:
+            self._parking.land()
         if self._pool.held_bytes + need.likely_bytes > self._budget:
             self._where = facts.name
             self._make_room(need.likely_bytes, need.certain_bytes)
@@ -355,6 +382,7 @@ class Executor:
         self._actions = {}
         self._reuser.begin(None, {})
         self._deferred.clear()
+        self._parking.give_up()
         # The mode can join a step that began without it, but only where contexts end in the order in which they
         # began: not inside the backward pass, whose thread state is put back, and not inside a mode of the user's.
         in_backward = torch._C._current_graph_task_id() != -1
@@ -375,7 +403,11 @@ class Executor:
         see = self._ledger.see
         for tensor in inputs:
             see(tensor)
+        if self._parking.busy:
+            self._where = facts.name
+            self._parking.touch(inputs)
         contents = self._recomputer.contents_before(self._op, facts, args, kwargs, inputs)
+        number, newest = self._op, self._ledger.newest
         self._op += 1
         signature, need = self._needs.before(func, facts, args, kwargs)
         is_free = is_free and contents is None
@@ -391,6 +423,7 @@ class Executor:
             written = [record for record in records if record is not None]
             self._recomputer.before_write(written)
             for record in written:
+                self._parking.before_write(record)
                 self._pool.written(record)
         before = self._ledger.live_bytes
         started = time.perf_counter()
@@ -405,6 +438,8 @@ class Executor:
         outputs = outputs_of(result)
         for tensor in outputs:
             see(tensor)
+        if self._parking.on:
+            self._parking.ran(number, facts, inputs, written, outputs, newest)
         for record in written:
             record.writes += 1
         if contents is not None:
@@ -430,9 +465,16 @@ class Executor:
         """Time that this step would not have taken in plain PyTorch."""
         return self._pool.stall_seconds + self._recomputer.seconds
 
-    def pass_view(self) -> None:
-        """A view was made: an op of the trace, which needs no care."""
+    def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A view will be made: an op of the trace, which needs no care."""
         self._op += 1
+        if self._parking.busy:  # bounds are checked against the storage
+            self._parking.touch(tensors_in(args, kwargs))
+
+    @property
+    def parks(self) -> bool:
+        """Whether Python functions are watched, ours too if nobody looks away."""
+        return self._parking.on or self._parking.busy
 
     @property
     def records(self) -> bool:
@@ -463,7 +505,13 @@ class Executor:
 
     def _make_room(self, likely: int, certain: int | None = None) -> None:
         certain = likely if certain is None else certain
-        if not self._pool.make_room(likely) and self._ledger.live_bytes + certain > self._budget:
+        if self._parking.busy:
+            self._parking.wait_for_room(likely)
+        if self._pool.make_room(likely):
+            return
+        if self._parking.busy:
+            self._parking.send_back(likely)
+        if self._ledger.live_bytes + certain > self._budget:
             raise self._too_small(self._ledger.live_bytes + certain, self._where)
 
 
@@ -478,13 +526,19 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not self._executor.parks:
+            return self._run(func, args, kwargs or {})
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = self._table[func]
         if facts.is_bookkeeping:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if facts.is_view and not self._executor.records:
-            self._executor.pass_view()
-            return func(*args, **(kwargs or {}))
-        return self._executor.run(func, facts, args, kwargs or {})
+            self._executor.pass_view(args, kwargs)
+            return func(*args, **kwargs)
+        return self._executor.run(func, facts, args, kwargs)
 
 
 def _run_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
@@ -541,4 +595,8 @@ def _actions(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
             table.setdefault(item.release_tick, []).append(("release", item.value, item.offset))
         if item.in_tick >= 0:
             table.setdefault(item.in_tick, []).append(("in", item.value, item.offset))
+    for parked in plan.parks:
+        table.setdefault(parked.out_tick, []).append(("park", parked.value, parked.offset))
+        if parked.in_tick >= 0:
+            table.setdefault(parked.in_tick, []).append(("unpark", parked.value, parked.offset))
     return table

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 
 # Where the allocator refuses memory, this share of what is alive leaves at least: faults should be few.
 _FAULT_SHARE = 8
+
+
+class Parked(Protocol):
+    """Who empties storages that the program still holds, and fills them again."""
+
+    def holds(self, record: StorageRecord) -> bool: ...
+
+    def restore(self, record: StorageRecord) -> None: ...
 
 
 class Entry:
@@ -84,6 +92,7 @@ class Pool:
         planned_bytes: bytes that plans sent out since then.
         evicted_bytes: bytes that the cache sent out since then.
         dropped: values that were let go of and will be made anew.
+        parked: who parks storages; set once.
     """
 
     def __init__(
@@ -111,6 +120,7 @@ class Pool:
         # Copies out in flight, first in first out, each with the pool's hold on its memory.
         self._leaving: deque[tuple[Copy, Entry, torch.UntypedStorage]] = deque()
         self.dropped: set[Entry] = set()
+        self.parked: Parked | None = None
         # Copies back whose value nobody wants any more; their memory may go when they are done.
         self._abandoned: list[tuple[Copy, torch.UntypedStorage]] = []
         self._blocks = heap.LargeBlocks()
@@ -129,6 +139,11 @@ class Pool:
         self.faults = self.fault_level = 0
 
     @property
+    def budget_bytes(self) -> int:
+        """The most that live bytes may reach."""
+        return self._budget
+
+    @property
     def held_bytes(self) -> int:
         """Live bytes, and what waits to be used again."""
         return self._ledger.live_bytes + self._buffers.idle_bytes
@@ -139,6 +154,7 @@ class Pool:
 
     def adopt(self, tensor: torch.Tensor, record: StorageRecord) -> Entry:
         """The entry of a tensor's value; one more saved tensor refers to it."""
+        self._unpark(record)
         key = (record.serial, tensor._version)
         entry = self._entries.get(key)
         if entry is None:
@@ -180,7 +196,36 @@ class Pool:
 
     def has_safe_copy(self, entry: Entry) -> bool:
         """Whether the value is not in memory, or is on the disk or on its way there."""
-        return entry.storage is None or entry.slot is not None or entry.writing is not None
+        return (
+            entry.storage is None
+            or entry.slot is not None
+            or entry.writing is not None
+            or self._is_parked(entry.record)
+        )
+
+    def copy_of(self, record: StorageRecord) -> Slot | Copy | None:
+        """A copy of what a storage holds in the place that the plan gave it: done, under way, or none."""
+        for entry in self._at.get(record.serial, ()):
+            if entry.slot is not None and entry.slot.planned:
+                return entry.slot
+            if entry.writing is not None and entry.writing.slot.planned:
+                return entry.writing
+        return None
+
+    def place(self, offset: int, nbytes: int) -> Slot:
+        """The place in the file that the plan gave a value."""
+        return self._spill.planned_slot(offset, nbytes)
+
+    def is_reading(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a copy out is under way that reads this memory."""
+        return any(held is storage and not copy.done for copy, _, held in self._leaving)
+
+    def _is_parked(self, record: StorageRecord) -> bool:
+        return self.parked is not None and self.parked.holds(record)
+
+    def _unpark(self, record: StorageRecord) -> None:
+        if self.parked is not None and self.parked.holds(record):
+            self.parked.restore(record)
 
     def restore(self, entry: Entry) -> torch.UntypedStorage:
         """Make a dropped value anew for its own use, after those of its sources that were dropped too, and theirs."""
@@ -303,6 +348,10 @@ class Pool:
         """Start a copy out, unless a copy exists or is under way. `offset` is the plan's place, if it has one."""
         if entry.storage is None or entry.slot is not None or entry.writing is not None:
             return
+        if self._is_parked(entry.record):
+            if entry.record.nbytes < entry.nbytes:  # it is away, by another way
+                return
+            self._unpark(entry.record)
         out = self._copies.out
         slot = self._spill.reserve(entry.nbytes) if offset is None else self._spill.planned_slot(offset, entry.nbytes)
         entry.writing = out.submit(slot, entry.storage.data_ptr())
@@ -374,6 +423,7 @@ class Pool:
             make_room(entry.nbytes)
             self._start_in(entry, may_evict=True)
         assert entry.storage is not None
+        self._unpark(entry.record)
         return entry.storage
 
     def wait_in(self, entry: Entry) -> None:
@@ -406,6 +456,7 @@ class Pool:
         if storage is None:
             return False
         entry.storage = storage
+        self._unpark(entry.record)
         self._forget_recipe(entry)
         self._touch(entry)
         return True
@@ -503,8 +554,13 @@ class Pool:
             entry.storage is not None
             and entry.writing is None
             and entry.nbytes >= self._least_moved
+            and not self._is_parked(entry.record)
             and entry.record.other_holders() <= 0
         )
+
+    def wait_for(self, copy: Copy) -> None:
+        """Wait for a copy, and count the time as stall."""
+        self._wait(copy)
 
     def _wait(self, copy: Copy) -> None:
         if copy.done:

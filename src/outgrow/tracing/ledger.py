@@ -60,6 +60,11 @@ class Ledger:
         # Storages whose last reference went on another thread (garbage collection runs anywhere), not yet booked.
         self._gone_elsewhere: deque[StorageRecord] = deque()
 
+    @property
+    def newest(self) -> int:
+        """The serial number of the storage that was seen first last."""
+        return self._serial
+
     def work_here(self) -> None:
         """From now on the calling thread is the training's."""
         self._thread = threading.get_ident()

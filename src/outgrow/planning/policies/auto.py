@@ -11,25 +11,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from outgrow.planning.parks import parks_for
 from outgrow.planning.plan import Plan, make_plan
+from outgrow.planning.policies.accudnn import AccUDNN
 from outgrow.planning.policies.cache import Keep, Lru
 from outgrow.planning.policies.checkpoint import Checkpoint
+from outgrow.planning.policies.layrub import Layrub
+from outgrow.planning.policies.superneurons import SuperNeurons
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
 from outgrow.planning.prefetch import dropped_early, with_prefetch
 from outgrow.planning.problem import Candidate, Problem
 from outgrow.planning.relaxation import Relaxation, Shares
+from outgrow.planning.reuse import reusable_ops
 
 _CORRECTIONS = 3
 # Shares of the budget that programs are solved for, until a plan is as near as this to the first one's optimum.
 _BUDGET_SHARES = (1.0, 0.97, 0.94, 0.9)
 _NEAR = 1.003
+# Parks are costly: only what would not fit into this share of the budget otherwise is parked.
+_PARKED_SHARE = 0.97
 # Rounds of moving copies back behind the ops that have no room for them.
 _DELAYS = 3
 _BOUNDLESS = 1 << 62  # bytes
 # A share below this is a rounding error of the solver's.
 _LEAST_SHARE = 0.01
 # How long a trace may be, for one more program, and for one more simulation of a plan that moves less: ops in all.
-_TRIED_OPS = 12_000
+_TRIED_OPS = 6_000
 _SIMULATED_OPS = 40_000
 
 
@@ -42,24 +49,34 @@ class Auto:
         keep = Keep().plan(problem)
         if keep.simulate().feasible:
             return _own(keep)
-        tried = [_programmed(problem)]
-        others = (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), Checkpoint())
-        tried += [policy.plan(problem) for policy in others]
+        frame = _frame(problem)
+        if not frame.parks and frame.simulate().feasible:  # reuse is enough, and costs nothing
+            return _own(frame)
+        others = (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), SuperNeurons(), Layrub(), AccUDNN(), Checkpoint())
+        tried = [_programmed(frame), *(policy.plan(problem) for policy in others)]
         return _own(min(tried, key=_rank))
 
 
-def _programmed(problem: Problem) -> Plan:
+def _frame(problem: Problem) -> Plan:
+    """What every plan of the program has in common: gradients reuse memory, and what must be parked is parked."""
+    parks = parks_for(problem, int(problem.budget_bytes * _PARKED_SHARE))
+    return make_plan("auto", problem, (), parks=parks, reuses=reusable_ops(problem), evicts=False)
+
+
+def _programmed(frame: Plan) -> Plan:
     """The best plan that the linear program gives.
 
     Where whole values and late copies keep it far from the program's optimum, programs with a little less memory and
     without chains of recipes are tried: what fits them fits the problem.
     """
-    relaxations = [Relaxation(problem, chains=chains) for chains in (True, False)]
+    problem = frame.problem
+    curve = _boundless(frame).simulate().curve
+    relaxations = [Relaxation(problem, curve, chains=chains) for chains in (True, False)]
     goal = problem.op_times[-1] + relaxations[0].solve().seconds
     trials = [(relaxation, share) for share in _BUDGET_SHARES for relaxation in relaxations]
     best: Plan | None = None
     for relaxation, share in trials[: max(1, _TRIED_OPS // max(1, len(problem.trace.ops)))]:
-        plan = _corrected(problem, relaxation, share)
+        plan = _corrected(frame, relaxation, share)
         best = plan if best is None else min(best, plan, key=_rank)
         if best.simulate().feasible and best.simulate().step_seconds <= goal * _NEAR:
             break
@@ -67,19 +84,20 @@ def _programmed(problem: Problem) -> Plan:
     return best
 
 
-def _corrected(problem: Problem, relaxation: Relaxation, share: float) -> Plan:
+def _corrected(frame: Plan, relaxation: Relaxation, share: float) -> Plan:
     """Solve, round, simulate, and solve again with less room where the plan held too much."""
+    problem = frame.problem
     budgets = [share * problem.budget_bytes] * max(1, len(problem.trace.ops))
     tried: list[tuple[_Choice, Plan]] = []
     for _ in range(1 + _CORRECTIONS):
         choice = _rounded(problem, relaxation.solve(budgets))
-        plan = choice.plan(problem)
+        plan = choice.plan(frame)
         excess = _excess(plan)
         tried += [(choice, plan), (choice, _late_enough(plan, excess))]
         if not any(excess):
             break
         budgets = [limit - over for limit, over in zip(budgets, excess, strict=True)]
-    return _with_less(problem, *min(tried, key=lambda pair: _rank(pair[1])))
+    return _with_less(frame, *min(tried, key=lambda pair: _rank(pair[1])))
 
 
 def _late_enough(plan: Plan, excess: Sequence[int]) -> Plan:
@@ -112,8 +130,11 @@ def _late_enough(plan: Plan, excess: Sequence[int]) -> Plan:
 
 def _excess(plan: Plan) -> list[int]:
     """Bytes over the budget at each op if every copy started when the plan says, whether there is room or not."""
-    boundless = replace(plan, problem=replace(plan.problem, budget_bytes=_BOUNDLESS), evicts=False)
-    return [max(0, level - plan.budget_bytes) for level in boundless.simulate().curve]
+    return [max(0, level - plan.budget_bytes) for level in _boundless(plan).simulate().curve]
+
+
+def _boundless(plan: Plan) -> Plan:
+    return replace(plan, problem=replace(plan.problem, budget_bytes=_BOUNDLESS), evicts=False)
 
 
 @dataclass(frozen=True)
@@ -124,9 +145,11 @@ class _Choice:
     dropped: tuple[Candidate, ...]
     in_part: tuple[Candidate, ...]
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, frame: Plan) -> Plan:
+        problem = frame.problem
         copies = with_prefetch(problem, self.offloaded, self.dropped)
-        return make_plan("auto", problem, copies, dropped_early(problem, self.dropped))
+        drops = dropped_early(problem, self.dropped)
+        return make_plan("auto", problem, copies, drops, parks=frame.parks, reuses=frame.reuses)
 
     def without(self, item: Candidate) -> _Choice:
         return _Choice(
@@ -151,11 +174,11 @@ def _rounded(problem: Problem, shares: Shares) -> _Choice:
     return _Choice(tuple(offloaded), tuple(dropped), tuple(sorted(in_part, key=lambda item: -item.nbytes)))
 
 
-def _with_less(problem: Problem, choice: _Choice, plan: Plan) -> Plan:
+def _with_less(frame: Plan, choice: _Choice, plan: Plan) -> Plan:
     """Values that the program moved in part may stay, where the rest still fits and the step is faster."""
-    for item in choice.in_part[: _SIMULATED_OPS // max(1, len(problem.trace.ops))]:
+    for item in choice.in_part[: _SIMULATED_OPS // max(1, len(frame.problem.trace.ops))]:
         less = choice.without(item)
-        candidate = less.plan(problem)
+        candidate = less.plan(frame)
         if _rank(candidate) < _rank(plan):
             choice, plan = less, candidate
     return plan

@@ -1,0 +1,182 @@
+"""Long skips: values that the program still holds and that no op reads for a while, and when they may be away.
+
+U-Net's skips between encoder and decoder, features that a later block concatenates, a gradient that waits in the
+engine for its other half. What only saved tensors hold is `Offload`'s matter; a park ends where that begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise
+
+from outgrow.planning.plan import Park
+from outgrow.planning.problem import Problem
+from outgrow.tracing.ir import Event
+
+# As for other copies back (`policies/prefetch.py`): a late one stalls the device, an early one holds memory.
+_CAUTION = 1.3
+_LEAD_SECONDS = 2e-3
+# Their outputs hold what lay in memory, until an op writes to them: or code that the trace does not show.
+_BLANK = ("aten.empty", "aten.new_empty", "aten._empty")
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A time in which the program holds a value and no op reads it.
+
+    `after_op` is the last op before it that does, `before_op` the first after it; or, where the gap `is_last`, the
+    op from which on the program holds the value no more.
+    """
+
+    value: int
+    nbytes: int
+    after_op: int
+    before_op: int
+    is_last: bool
+
+
+def may_park(problem: Problem, value: int) -> bool:
+    """Whether a value may be parked at all: an op of this very step made its storage, and it is no training state.
+
+    What came from outside of the step may share its memory with numpy arrays, other processes or a file.
+    """
+    record = problem.trace.values[value]
+    return (
+        record.storage in problem.own_storages
+        and record.nbytes >= problem.least_moved_bytes
+        and not problem.trace.ops[record.birth].name.startswith(_BLANK)
+    )
+
+
+def gaps(problem: Problem) -> tuple[Gap, ...]:
+    """All gaps in which a value could be parked, by value and time."""
+    trace = problem.trace
+    uses = _uses(problem)
+    strange = _ops_before_each(problem)
+    found: list[Gap] = []
+    for index, value in enumerate(trace.values):
+        if not may_park(problem, index):
+            continue
+        # What saved tensors alone hold goes by way of the pool; what outlives the step is back when it ends.
+        end = min(value.held if problem.is_saved(index) else value.death, value.death, len(trace.ops) - 1)
+        used = {op for op in uses.get(index, ()) if op <= end} | {value.birth}
+        for after, before in pairwise(sorted(used | {end})):
+            if before - after > 1 and strange[before + 1] == strange[after]:
+                found.append(Gap(index, value.nbytes, after, before, before not in used))
+    return tuple(found)
+
+
+def away(problem: Problem, gap: Gap) -> tuple[int, int] | None:
+    """The ops (first, end) during which a parked value can be away; None where the clock has no tick for it."""
+    tick = problem.first_tick_at(gap.after_op + 1)
+    if tick >= len(problem.trace.ticks):
+        return None
+    first = problem.tick_ops[tick]
+    return (first, gap.before_op) if first < gap.before_op else None
+
+
+def park(problem: Problem, gap: Gap, not_before: int = 0) -> Park | None:
+    """Park a value over a gap: it leaves at once and comes back just in time, but not before op `not_before`.
+
+    None where the clock has no tick in the gap.
+    """
+    span = away(problem, gap)
+    if span is None:
+        return None
+    out = problem.first_tick_at(gap.after_op + 1)
+    back = -1
+    if not gap.is_last:
+        wanted = problem.op_times[gap.before_op] - _LEAD_SECONDS
+        back = problem.last_tick_before(wanted - _CAUTION * problem.hardware.copy_in_seconds(gap.nbytes))
+        back = max(back, problem.first_tick_at(not_before), out + 1)
+        if back >= len(problem.trace.ticks) or problem.tick_ops[back] >= gap.before_op:
+            back = -1
+    return Park(gap.value, out, back, 0)
+
+
+def parks_for(problem: Problem, budget_bytes: int) -> tuple[Park, ...]:
+    """What must be parked so that each op fits the budget, largest first; saved values are taken to be away.
+
+    Each comes back after the last op that needs its room.
+    """
+    from outgrow.planning.floor import needed_curve  # the floor reads gaps
+
+    curve = needed_curve(problem)
+    if max(curve, default=0) <= budget_bytes:
+        return ()
+    starting: dict[int, list[Gap]] = {}
+    for gap in gaps(problem):
+        span = away(problem, gap)
+        if span is not None:
+            starting.setdefault(span[0], []).append(gap)
+    chosen: list[Gap] = []
+    idle: list[tuple[int, int, int, Gap]] = []  # gaps that began, largest first
+    change = [0] * (len(curve) + 1)
+    gone = 0
+    for now, level in enumerate(curve):
+        gone += change[now]
+        for gap in starting.get(now, ()):
+            heappush(idle, (-gap.nbytes, -gap.before_op, gap.value, gap))
+        while level - gone > budget_bytes and idle:
+            gap = heappop(idle)[-1]
+            if gap.before_op > now:
+                chosen.append(gap)
+                gone += gap.nbytes
+                change[gap.before_op] -= gap.nbytes
+    return tuple(_in_time(problem, curve, chosen, budget_bytes))
+
+
+def _in_time(problem: Problem, curve: list[int], chosen: list[Gap], budget_bytes: int) -> Iterator[Park]:
+    """Park `chosen`; copies back start as early as is useful, where their bytes fit from then on."""
+    change = [0] * (len(curve) + 1)
+    for gap in chosen:
+        span = away(problem, gap)
+        assert span is not None, "only what can be away is chosen"
+        change[span[0]] -= gap.nbytes
+        change[span[1]] += gap.nbytes
+    level = [needed + less for needed, less in zip(curve, accumulate(change[:-1]), strict=True)]
+    for gap in sorted(chosen, key=lambda gap: gap.before_op):
+        begin = gap.before_op
+        parked = park(problem, gap)
+        assert parked is not None, "only what can be away is chosen"
+        wanted = problem.tick_ops[parked.in_tick] if parked.in_tick >= 0 else begin
+        while begin > wanted and level[begin - 1] + gap.nbytes <= budget_bytes:
+            begin -= 1
+            level[begin] += gap.nbytes
+        late = park(problem, gap, begin)
+        assert late is not None, "it can be away for as long"
+        yield replace(late, out_tick=parked.out_tick)
+
+
+def _uses(problem: Problem) -> dict[int, list[int]]:
+    """The ops at which each value must be there: those that read or write it, and the ticks that show its memory."""
+    trace = problem.trace
+    uses: dict[int, list[int]] = {}
+    for now, op in enumerate(trace.ops):
+        for index in (*op.inputs, *op.outputs):
+            uses.setdefault(index, []).append(now)
+    touched = {index: set(ops) for index, ops in uses.items()}
+    for tick in trace.ticks:
+        index = trace.saved[tick.saved].value
+        # An op's result is saved when the op is over: the tick is the next op's, the use is this one's.
+        if tick.event is Event.UNPACK or tick.op - 1 not in touched.get(index, ()):
+            uses.setdefault(index, []).append(tick.op)
+    return uses
+
+
+def _ops_before_each(problem: Problem) -> list[int]:
+    """How many ops before each one are strange: code runs there that the dispatcher does not see, or might.
+
+    Ops of other libraries; and those whose blank memory no op is seen to fill, so that somebody else does.
+    """
+    trace = problem.trace
+    filled = {value.storage for value in trace.values if value.version > 0}
+    strange = [not op.name.startswith("aten.") for op in trace.ops]
+    for value in trace.values:
+        if value.birth >= 0 and value.version == 0 and value.nbytes > 0 and value.storage not in filled:
+            name = trace.ops[value.birth].name if value.birth < len(trace.ops) else ""
+            if name.startswith(_BLANK):
+                strange[value.birth] = True
+    return list(accumulate(strange, initial=0))

@@ -1,0 +1,130 @@
+"""Sees what Python code does to tensors past the dispatcher, while a step parks values (`parking.py`).
+
+`numpy()`, `tolist()`, `data_ptr()`, pickling and printing read memory without an op. What such a function is given
+comes back first; memory whose address gets out stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from outgrow.runtime.parking import Parking, tensors_within
+
+# After these somebody may hold the address of a tensor's memory.
+_LETS_OUT = frozenset(
+    {
+        "numpy",
+        "__array__",
+        "__array_interface__",
+        "__dlpack__",
+        "__cuda_array_interface__",
+        "__reduce_ex__",
+        "_reduce_ex_internal",
+        "data_ptr",
+        "mutable_data_ptr",
+        "const_data_ptr",
+        "untyped_storage",
+        "storage",
+        "_typed_storage",
+        "share_memory_",
+        "pin_memory",
+    }
+)
+# Backward passes, with the name of the argument for the gradients that they start from.
+_BACKWARD: Mapping[Any, str] = {
+    torch.Tensor.backward: "gradient",
+    torch.autograd.backward: "grad_tensors",
+    torch.autograd.grad: "grad_outputs",
+}
+_TAKES_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+class Access(TorchFunctionMode):
+    """Shows the parking each call of PyTorch's Python functions before it runs."""
+
+    def __init__(self, parking: Parking) -> None:
+        super().__init__()
+        self._parking = parking
+        parking.is_watched = self._is_on
+
+    def _is_on(self) -> bool:
+        """Whether calls are seen here: in a backward pass only if it took the mode along."""
+        if torch._C._current_graph_task_id() == -1:
+            return True
+        return any(mode is self for mode in _get_current_function_mode_stack())
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # shapes, flags, aliases: no data
+            return func(*args, **kwargs)
+        parking = self._parking
+        lets_out = name in _LETS_OUT
+        if lets_out or parking.busy:
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                found = list(tensors_within((args, kwargs)))
+                if lets_out:
+                    parking.expose(found)
+                else:
+                    parking.touch(found)
+        if func in _BACKWARD:
+            return self._run_backward(func, args, dict(kwargs))
+        if isinstance(func, FunctionType):
+            # Torch's own code in Python, which calls functions that would be seen were the mode not off meanwhile.
+            if name not in _TAKES_HOOKS and any(isinstance(item, FunctionType) for item in (*args, *kwargs.values())):
+                parking.give_up()  # somebody else's code runs in there
+            return func(*args, **kwargs)
+        parking.enter(args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            parking.leave()
+
+    def _run_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a backward pass with the mode on: hooks and functions of the user's run in there.
+
+        PyTorch takes the mode off while it handles a function, and asks whether one is on before it looks at the
+        gradients: the mode goes on again when it does that.
+        """
+        name = _BACKWARD[func]
+        roots = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
+        is_plain = all(type(root) in (torch.Tensor, torch.nn.Parameter) for root in roots)
+        if name not in kwargs or not is_plain:
+            self._parking.give_up()
+            return func(*args, **kwargs)
+        given = kwargs.pop(name)
+        if given is None:
+            given = (None,) * len(roots)
+        elif isinstance(given, torch.Tensor):
+            given = (given,)
+        gradients = _Then(given, self.__enter__)
+        if func is torch.Tensor.backward:
+            func, name = torch.autograd.backward, "grad_tensors"
+        try:
+            return func(*args, **kwargs, **{name: gradients})
+        finally:
+            if gradients.was_read:
+                self.__exit__(None, None, None)
+
+
+class _Then:
+    """Some gradients, and what is to be done when they are read."""
+
+    def __init__(self, items: Any, act: Callable[[], object]) -> None:
+        self._items = items
+        self._act = act
+        self.was_read = False
+
+    def __iter__(self) -> Iterator[Any]:
+        items = list(self._items)
+        if not self.was_read:
+            self.was_read = True
+            self._act()
+        return iter(items)

@@ -1,0 +1,408 @@
+"""Long skips: values that the program still holds leave the device and come back before anybody looks.
+
+A parked value's storage stays what it is, with all tensors on it, and is empty for a while: `resize_(0)` bumps no
+version. Whoever reads or writes such a storage restores it first: the executor before each op, the pool before it
+touches a saved value, and `access.py` where Python code gets at memory past the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outgrow.errors import DeviceOutOfMemory, SpillError
+from outgrow.planning.parks import may_park
+from outgrow.planning.plan import Plan
+from outgrow.planning.problem import Problem
+from outgrow.runtime.copies.cpu import Copy, CpuCopies
+from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
+from outgrow.runtime.tiers.disk import Slot
+from outgrow.runtime.tiers.heap import ResidentSet
+from outgrow.tracing.ir import Kind
+from outgrow.tracing.ledger import Ledger, StorageRecord
+from outgrow.tracing.ops import OpFacts
+
+
+@dataclass(slots=True)
+class _Parked:
+    """A storage on its way out (`writing`), away, on its way back (`reading`), or back before anybody looked.
+
+    `held` keeps the memory alive while a copy is in flight; else nothing of ours holds the storage.
+    """
+
+    record: StorageRecord
+    nbytes: int
+    slot: Slot
+    held: torch.UntypedStorage | None = None
+    writing: Copy | None = None
+    reading: Copy | None = None
+
+
+class Parking:
+    """The parked storages of the step that runs.
+
+    Attributes:
+        on: the step's plan parks something, and the step is still the plan's.
+        nbytes: bytes that were sent out in this step.
+        failure: what went wrong when everything came back, if anything did.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        pool: Pool,
+        copies: CpuCopies,
+        resident: ResidentSet,
+        make_room: Callable[[int], None],
+    ) -> None:
+        """`make_room` is called before a copy back that somebody waits for, and raises where there is none."""
+        self._ledger = ledger
+        self._pool = pool
+        self._copies = copies
+        self._resident = resident
+        self._make_room = make_room
+        self._parked: dict[int, _Parked] = {}
+        self.begin(None, {})
+
+    def begin(self, plan: Plan | None, kinds: Mapping[int, Kind]) -> None:
+        """A step begins. `kinds` has the training state by serial number."""
+        self._kinds = kinds
+        self.on = plan is not None and bool(plan.parks)
+        self.nbytes = 0
+        self.failure: Exception | None = None
+        self._births: dict[int, list[tuple[int, int]]] = {}
+        self._sizes: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        if plan is not None:
+            self._look_out_for({item.value for item in plan.parks}, plan.problem)
+        self._records: dict[int, StorageRecord] = {}
+        self._own: set[int] = set()
+        self._exposed: set[int] = set()
+        self._cancelled: list[_Parked] = []
+        self._postponed: list[tuple[int, int]] = []
+        # Arguments of the functions in C++ that run now: some read memory past the dispatcher.
+        self._calls: list[tuple[Any, Any]] = []
+        self.is_watched: Callable[[], bool] = lambda: False
+
+    def _look_out_for(self, values: Iterable[int], problem: Problem) -> None:
+        for index in values:
+            value = problem.trace.values[index]
+            if may_park(problem, index) and index in (made := problem.trace.ops[value.birth].outputs):
+                self._births.setdefault(value.birth, []).append((made.index(index), index))
+                self._names[value.birth] = problem.trace.ops[value.birth].name
+                self._sizes[index] = value.nbytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is parked, on its way, or back ahead of its use."""
+        return bool(self._parked or self._cancelled)
+
+    def holds(self, record: StorageRecord) -> bool:
+        """Whether a storage is parked, on its way, or back ahead of its use."""
+        return record.serial in self._parked
+
+    # --- what the executor shows ---
+
+    def ran(
+        self,
+        number: int,
+        facts: OpFacts,
+        inputs: Sequence[torch.Tensor],
+        written: Sequence[StorageRecord],
+        outputs: Sequence[torch.Tensor],
+        newest: int,
+    ) -> None:
+        """Op `number` ran; storages with serial numbers above `newest` were first seen in its outputs."""
+        if not facts.name.startswith("aten."):  # it may keep the memory of what it was given
+            self.expose((*inputs, *outputs))
+            return
+        records = [*written]
+        for tensor in outputs:
+            record = self._ledger.see(tensor)
+            if record is not None and record.serial > newest:
+                records.append(record)
+                self._own.add(record.serial)
+        if self._names.get(number) != facts.name:
+            return
+        born = list({record.serial: record for record in records}.values())
+        for place, value in self._births[number]:
+            if place < len(born) and born[place].nbytes == self._sizes[value]:
+                self._records[value] = born[place]
+
+    def agrees(self, value: int, entry: Entry) -> bool:
+        """Whether a saved value is where the op that made it left it, as far as is known here."""
+        record = self._records.get(value)
+        return record is None or record.serial == entry.serial
+
+    def expose(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Somebody has the address of this memory: it stays where it is, to the end of the step."""
+        for tensor in tensors:
+            record = self._ledger.see(tensor)
+            if record is not None:
+                self.restore(record)
+                self._exposed.add(record.serial)
+
+    # --- functions that run ---
+
+    def enter(self, args: Any, kwargs: Any) -> None:
+        """A function in C++ begins."""
+        self._calls.append((args, kwargs))
+
+    def leave(self) -> None:
+        """It is over."""
+        self._calls.pop()
+        postponed, self._postponed = self._postponed, []
+        for value, offset in postponed:
+            self.start_out(value, offset)
+
+    def _is_argument(self, record: StorageRecord) -> bool:
+        return any(self._ledger.see(tensor) is record for call in self._calls for tensor in tensors_within(call))
+
+    # --- ticks ---
+
+    def start_out(self, value: int, offset: int) -> None:
+        """Start the copy out of a value, if all that is known of it allows that."""
+        record = self._records.get(value)
+        storage = None if record is None else record.storage()
+        if not self.on or record is None or storage is None or not self._may_leave(record, storage, value):
+            return
+        if self._is_argument(record):
+            self._postponed.append((value, offset))
+            return
+        known = self._pool.copy_of(record)
+        if isinstance(known, Slot) and not self._pool.is_reading(storage):
+            self._parked[record.serial] = parked = _Parked(record, record.nbytes, known, storage)
+            self._empty(parked)
+            return
+        if not isinstance(known, Copy):
+            known = self._copies.out.submit(self._pool.place(offset, record.nbytes), storage.data_ptr())
+            self.nbytes += record.nbytes
+        self._parked[record.serial] = _Parked(record, record.nbytes, known.slot, storage, known)
+
+    def _may_leave(self, record: StorageRecord, storage: torch.UntypedStorage, value: int) -> bool:
+        return (
+            record.serial in self._own
+            and record.serial not in self._exposed
+            and record.serial not in self._kinds
+            and record.serial not in self._parked
+            and record.nbytes == storage.nbytes() == self._sizes[value]
+            and storage.resizable()
+            and not storage.is_shared()
+            and self.is_watched()
+        )
+
+    def start_in(self, value: int, room_ahead: int) -> bool:
+        """Start a planned copy back; False while it and the coming `room_ahead` bytes do not fit the budget."""
+        record = self._records.get(value)
+        parked = None if record is None else self._parked.get(record.serial)
+        if parked is None or not self._is_away(parked):
+            return True
+        self._pool.land()
+        if self._ledger.live_bytes + parked.nbytes + room_ahead > self._pool.budget_bytes:
+            return False
+        try:
+            self._start_back(parked, may_evict=False)
+        except DeviceOutOfMemory:
+            return False
+        return True
+
+    # --- coming back ---
+
+    def touch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Somebody is about to read these tensors, or to write to them."""
+        for tensor in tensors:
+            record = self._ledger.see(tensor)
+            if record is not None and record.serial in self._parked:
+                self.restore(record)
+
+    def before_write(self, record: StorageRecord) -> None:
+        """Somebody is about to write to a storage: no copy of ours may still read it."""
+        for parked in list(self._cancelled):
+            if parked.record is record and parked.writing is not None:
+                self._pool.wait_for(parked.writing)
+        self._forget_cancelled()
+
+    def restore(self, record: StorageRecord) -> None:
+        """Have a storage's bytes back where they were.
+
+        Raises:
+            SpillError: they could not be read. The value is away as before.
+            DeviceOutOfMemory: there is no memory for them.
+        """
+        parked = self._parked.get(record.serial)
+        if parked is None:
+            return
+        if parked.writing is not None:
+            self._settle_out(parked)
+            return
+        if self._is_away(parked):
+            self._make_room(parked.nbytes)
+            self._start_back(parked, may_evict=True)
+        self._settle_in(parked)
+        del self._parked[record.serial]
+
+    @staticmethod
+    def _is_away(parked: _Parked) -> bool:
+        return (
+            parked.writing is None
+            and parked.reading is None
+            and parked.record.nbytes == 0
+            and parked.record.storage() is not None
+        )
+
+    def _settle_out(self, parked: _Parked) -> None:
+        """It is wanted before it left: it stays. The copy goes on, and holds the memory until it is done."""
+        del self._parked[parked.record.serial]
+        self._cancelled.append(parked)
+        self._forget_cancelled()
+
+    def _forget_cancelled(self) -> None:
+        self._cancelled = [item for item in self._cancelled if item.writing is not None and not item.writing.done]
+
+    def _start_back(self, parked: _Parked, *, may_evict: bool) -> None:
+        storage = parked.record.storage()
+        if storage is None:  # nobody wants it any more
+            return
+        self._resident.make_room(parked.nbytes)
+        while True:
+            try:
+                storage.resize_(parked.nbytes)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not may_evict:
+                    raise DeviceOutOfMemory("no memory for a parked value that was to come back") from error
+                self._pool.page_fault(error, parked.nbytes, "a parked value on its way back")
+        self._ledger.see_storage(storage)
+        parked.held = storage
+        parked.reading = self._copies.back.submit(parked.slot, storage.data_ptr())
+
+    def _settle_in(self, parked: _Parked) -> None:
+        reading = parked.reading
+        if reading is None:
+            return
+        self._pool.wait_for(reading)
+        held, parked.held, parked.reading = parked.held, None, None
+        if reading.error is None:
+            return
+        assert held is not None
+        held.resize_(0)
+        self._ledger.see_storage(held)
+        reading.check()
+
+    # --- room ---
+
+    def land(self) -> None:
+        """Empty the storages whose copy out is done, and let go of the memory of those whose copy back is.
+
+        Raises:
+            SpillError: a copy out failed. Its value is still in memory.
+        """
+        for parked in list(self._parked.values()):
+            if parked.writing is not None and parked.writing.done:
+                if parked.writing.error is not None:
+                    del self._parked[parked.record.serial]
+                    parked.writing.check()
+                self._empty(parked)
+            elif parked.reading is not None and parked.reading.done and parked.reading.error is None:
+                self._settle_in(parked)
+            elif parked.held is None and parked.record.storage() is None:
+                del self._parked[parked.record.serial]
+        self._forget_cancelled()
+
+    def _empty(self, parked: _Parked) -> None:
+        """The bytes are on the disk: the memory goes, unless another copy still reads it."""
+        storage = parked.held
+        assert storage is not None
+        if self._pool.is_reading(storage):
+            return
+        parked.writing = None
+        storage.resize_(0)
+        self._ledger.see_storage(storage)
+        parked.held = None
+
+    def wait_for_room(self, need: int) -> None:
+        """Wait for values that are leaving as planned until so many bytes fit: they go before anything else must."""
+        for parked in [item for item in self._parked.values() if item.writing is not None]:
+            if self._ledger.live_bytes + need <= self._pool.budget_bytes:
+                return
+            if parked.writing is not None:
+                self._pool.wait_for(parked.writing)
+                self._pool.land()
+                self.land()
+
+    def send_back(self, need: int) -> None:
+        """Empty what came back and nobody looked at yet, until so many bytes fit: the last thing to try.
+
+        Before that, wait for copies that were called off and hold what nobody else does.
+        """
+        for parked in list(self._cancelled):
+            if self._ledger.live_bytes + need <= self._pool.budget_bytes:
+                return
+            if parked.writing is not None and parked.record.other_holders() <= 0:  # only the copy still holds it
+                self._pool.wait_for(parked.writing)
+                self._forget_cancelled()
+                parked.held = None
+        for parked in reversed(list(self._parked.values())):
+            if self._ledger.live_bytes + need <= self._pool.budget_bytes:
+                return
+            self._settle_in(parked)
+            storage = parked.record.storage()
+            if parked.writing is None and storage is not None and not self._pool.is_reading(storage):
+                storage.resize_(0)
+                self._ledger.see_storage(storage)
+
+    # --- the end ---
+
+    def give_up(self) -> None:
+        """The step is not the plan's: park no more, and bring back what there is room for.
+
+        What does not fit comes back when somebody looks at it.
+        """
+        self.on = False
+        self._postponed.clear()
+        for parked in list(self._parked.values()):
+            if not self._is_away(parked) or self._pool.make_room(parked.nbytes):
+                self.restore(parked.record)
+
+    def end(self) -> None:
+        """The step is over, well or badly: everything comes back, whatever the budget says."""
+        self.on = False
+        for parked in list(self._parked.values()):
+            try:
+                self._come_back(parked)
+            except (SpillError, DeviceOutOfMemory) as error:
+                self.failure = self.failure or error
+        for parked in self._cancelled:
+            assert parked.writing is not None
+            parked.writing.wait()
+        self._parked.clear()
+        self._cancelled.clear()
+        self._records.clear()
+        self._calls.clear()
+        self._postponed.clear()
+
+    def _come_back(self, parked: _Parked) -> None:
+        if parked.writing is not None:
+            self._settle_out(parked)
+            return
+        if self._is_away(parked):
+            self._pool.make_room(parked.nbytes)
+            self._start_back(parked, may_evict=True)
+        self._settle_in(parked)
+
+
+def tensors_within(item: Any) -> Iterable[torch.Tensor]:
+    """The tensors in lists, tuples and dictionaries, however deep."""
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, list | tuple):
+        for inner in item:
+            yield from tensors_within(inner)
+    elif isinstance(item, dict):
+        for inner in item.values():
+            yield from tensors_within(inner)
