@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import outgrow
 import outgrow.session
-from outgrow.planning.floor import least_budget
+from outgrow.planning.floor import needed_curve
 from outgrow.planning.plan import Offload, Plan, Recompute, Replay, make_plan
 from outgrow.planning.problem import Problem
 from outgrow.planning.reuse import reusable_ops
@@ -214,7 +214,7 @@ def test_gradients_equal_plain_pytorch_to_the_bit(description: tuple, seed: int,
     trace = outgrow.trace(lambda: outgrow.TrainingStep(model, None, lambda: run(model, 0)), fake=False)
     model.zero_grad()
     problem = Problem(trace, HARDWARE, 1, least_moved_bytes=1)
-    least, most = least_budget(problem).bytes * 1.1 + 8192, plain_profile(trace).peak_bytes
+    least, most = max(needed_curve(problem)) * 1.1 + 8192, plain_profile(trace).peak_bytes
     budget = int(least + max(0, most - least) * tightness)
 
     model.load_state_dict(before)
