@@ -406,7 +406,7 @@ def test_the_holders_of_one_operator_are_not_those_of_another(overwrites: list[s
 
 def test_a_gradient_that_is_a_part_of_a_larger_storage_is_left_alone(overwrites: list[str]) -> None:
     def function(x: torch.Tensor, k: int) -> torch.Tensor:
-        x = torch.relu(x)
+        x = F.gelu(x)  # its kernel refuses a result that overlaps its input in part
 
         def hook(grad: torch.Tensor) -> torch.Tensor:
             if k in KEEPING_STEPS:  # the same ops, and a window of the same shape
