@@ -87,20 +87,38 @@ class Heap:
 
     _HUGEPAGE_ADVICE = 14  # MADV_HUGEPAGE
 
+    # Room that the heap grows by before anybody needs it: pages must be advised before they are first touched.
+    _AHEAD_BYTES = 512 << 20
+
     def __init__(self) -> None:
         self._start = _heap_start()
         self._end = _c_function("sbrk")
         self._advise = _c_function("madvise")
-        if self._end is not None and self._advise is not None:
+        self._take = _c_function("malloc")
+        self._free = _c_function("free")
+        self._advised = 0  # the address up to which the kernel was asked
+        if self._end is not None and self._advise is not None and self._take is not None and self._free is not None:
             self._end.restype = ctypes.c_void_p  # type: ignore[attr-defined]
+            self._take.restype = ctypes.c_void_p  # type: ignore[attr-defined]
+            self._take.argtypes = (ctypes.c_size_t,)  # type: ignore[attr-defined]
+            self._free.argtypes = (ctypes.c_void_p,)  # type: ignore[attr-defined]
             self._advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)  # type: ignore[attr-defined]
+        else:
+            self._start = 0
+
+    def has_grown(self) -> bool:
+        """Whether the heap is now longer than what was advised for."""
+        return self._start > 0 and self._end(0) != self._advised  # type: ignore[misc]
 
     def ask_for_huge_pages(self) -> None:
-        """Advise the kernel for all of the heap as it is now; what grows later is advised next time."""
-        if self._start and self._end is not None and self._advise is not None:
-            length = self._end(0) - self._start
-            if length >= _HUGE_PAGE_BYTES:
-                self._advise(self._start, length, self._HUGEPAGE_ADVICE)
+        """Lengthen the heap, without touching a page of it, and advise the kernel for all of it."""
+        if not self._start:
+            return
+        if not address_space_is_limited():
+            self._free(self._take(self._AHEAD_BYTES))  # type: ignore[misc]
+        self._advised = self._end(0)  # type: ignore[misc]
+        if self._advised - self._start >= _HUGE_PAGE_BYTES:
+            self._advise(self._start, self._advised - self._start, self._HUGEPAGE_ADVICE)  # type: ignore[misc]
 
 
 def _heap_start() -> int:
@@ -151,6 +169,8 @@ class ResidentSet:
     def make_room(self, nbytes: int) -> None:
         """Give freed pages back if `nbytes` more would lift the resident set over its limit."""
         if self.current_bytes() + nbytes <= self._next:
+            if self._heap.has_grown():
+                self._heap.ask_for_huge_pages()
             return
         give_back()
         self._heap.ask_for_huge_pages()
