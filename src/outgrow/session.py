@@ -42,8 +42,9 @@ from outgrow.units import parse_bytes
 _TIME_TOLERANCE = 0.10
 _PEAK_TOLERANCE = 0.02
 _MOST_REPLANS = 4
-# The share of the budget that a plan fills if it can.
-_HEADROOM_SHARE = 0.9
+# The share of the budget that a plan fills, if the step is predicted to be no slower than by this factor for it.
+_HEADROOM_SHARE = 0.85
+_HEADROOM_COST = 1.03
 # After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
 _RECORDINGS_AFTER_DEPARTURE = 8
 # What a step makes to last beyond what its trace shows; less than this may be anything's.
@@ -330,7 +331,7 @@ class Session:
         self._expected = known
 
     def _plan_with_headroom(self, problem: Problem) -> Plan:
-        """A plan that leaves the allocator some room, where that costs nothing.
+        """A plan that leaves the allocator some room, where that costs little.
 
         glibc finds freed blocks of the right size the more often the less full it is; where it does not, pages are
         given back and taken anew, which costs more than the copies of a few more values.
@@ -341,8 +342,8 @@ class Session:
         less = replace(problem, budget_bytes=int(problem.budget_bytes * _HEADROOM_SHARE))
         roomy = self._policy.plan(less).laid_out()
         wanted, offered = plan.simulate(), roomy.simulate()
-        costs_nothing = offered.step_seconds <= wanted.step_seconds * 1.01
-        return roomy if offered.feasible and costs_nothing else plan
+        costs_little = offered.step_seconds <= wanted.step_seconds * _HEADROOM_COST
+        return roomy if offered.feasible and costs_little else plan
 
     def _known(self, packs: tuple[int, ...]) -> _Kind | None:
         return next((kind for kind in self._kinds if kind.packs == packs), None)
