@@ -28,7 +28,7 @@ CASES = (
 )
 # Of each family one; the networks take turns with its members.
 FAMILIES: tuple[tuple[str | Policy, ...], ...] = (
-    ("lru",),
+    ("auto", "lru"),
     ("vdnn-all", "vdnn-conv", "vdnn-dyn"),
     ("checkpoint", RecomputeAll()),
     ("superneurons",),
