@@ -26,7 +26,7 @@ from outgrow.planning.reuse import reusable_ops
 
 _CORRECTIONS = 3
 # Shares of the budget that programs are solved for, until a plan is as near as this to the first one's optimum.
-_BUDGET_SHARES = (1.0, 0.97, 0.94, 0.9)
+_BUDGET_SHARES = (1.0, 0.97, 0.94)
 _NEAR = 1.003
 # Parks are costly: only what would not fit into this share of the budget otherwise is parked.
 _PARKED_SHARE = 0.97
@@ -36,7 +36,7 @@ _BOUNDLESS = 1 << 62  # bytes
 # A share below this is a rounding error of the solver's.
 _LEAST_SHARE = 0.01
 # How long a trace may be, for one more program, and for one more simulation of a plan that moves less: ops in all.
-_TRIED_OPS = 6_000
+_TRIED_OPS = 8_000
 _SIMULATED_OPS = 40_000
 
 
@@ -66,14 +66,14 @@ def _frame(problem: Problem) -> Plan:
 def _programmed(frame: Plan) -> Plan:
     """The best plan that the linear program gives.
 
-    Where whole values and late copies keep it far from the program's optimum, programs with a little less memory and
-    without chains of recipes are tried: what fits them fits the problem.
+    Where whole values and late copies keep it far from the program's optimum, programs without chains of recipes and
+    with a little less memory are tried: what fits them fits the problem.
     """
     problem = frame.problem
     curve = _boundless(frame).simulate().curve
-    relaxations = [Relaxation(problem, curve, chains=chains) for chains in (True, False)]
-    goal = problem.op_times[-1] + relaxations[0].solve().seconds
-    trials = [(relaxation, share) for share in _BUDGET_SHARES for relaxation in relaxations]
+    free, chainless = (Relaxation(problem, curve, chains=chains) for chains in (True, False))
+    goal = problem.op_times[-1] + free.solve().seconds
+    trials = [(free, 1.0), *((chainless, share) for share in _BUDGET_SHARES)]
     best: Plan | None = None
     for relaxation, share in trials[: max(1, _TRIED_OPS // max(1, len(problem.trace.ops)))]:
         plan = _corrected(frame, relaxation, share)
