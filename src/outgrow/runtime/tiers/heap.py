@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -86,39 +86,37 @@ class Heap:
     """glibc's heap, whose given-back pages are better taken again as huge ones: one fault for 512."""
 
     _HUGEPAGE_ADVICE = 14  # MADV_HUGEPAGE
-
     # Room that the heap grows by before anybody needs it: pages must be advised before they are first touched.
     _AHEAD_BYTES = 512 << 20
 
     def __init__(self) -> None:
         self._start = _heap_start()
-        self._end = _c_function("sbrk")
-        self._advise = _c_function("madvise")
-        self._take = _c_function("malloc")
-        self._free = _c_function("free")
         self._advised = 0  # the address up to which the kernel was asked
-        if self._end is not None and self._advise is not None and self._take is not None and self._free is not None:
-            self._end.restype = ctypes.c_void_p  # type: ignore[attr-defined]
-            self._take.restype = ctypes.c_void_p  # type: ignore[attr-defined]
-            self._take.argtypes = (ctypes.c_size_t,)  # type: ignore[attr-defined]
-            self._free.argtypes = (ctypes.c_void_p,)  # type: ignore[attr-defined]
-            self._advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)  # type: ignore[attr-defined]
-        else:
-            self._start = 0
 
     def has_grown(self) -> bool:
         """Whether the heap is now longer than what was advised for."""
-        return self._start > 0 and self._end(0) != self._advised  # type: ignore[misc]
+        return self._start > 0 and _heap_end() != self._advised
 
     def ask_for_huge_pages(self) -> None:
         """Lengthen the heap, without touching a page of it, and advise the kernel for all of it."""
-        if not self._start:
+        advise = _c_function("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        take, free = (
+            _c_function("malloc", ctypes.c_void_p, ctypes.c_size_t),
+            _c_function("free", None, ctypes.c_void_p),
+        )
+        if not self._start or advise is None or take is None or free is None:
             return
         if not address_space_is_limited():
-            self._free(self._take(self._AHEAD_BYTES))  # type: ignore[misc]
-        self._advised = self._end(0)  # type: ignore[misc]
+            free(take(self._AHEAD_BYTES))
+        self._advised = _heap_end()
         if self._advised - self._start >= _HUGE_PAGE_BYTES:
-            self._advise(self._start, self._advised - self._start, self._HUGEPAGE_ADVICE)  # type: ignore[misc]
+            advise(self._start, self._advised - self._start, self._HUGEPAGE_ADVICE)
+
+
+def _heap_end() -> int:
+    """Address at which the heap ends; 0 where the system does not tell."""
+    end = _c_function("sbrk", ctypes.c_void_p, ctypes.c_ssize_t)
+    return 0 if end is None else int(end(0))
 
 
 def _heap_start() -> int:
@@ -132,12 +130,16 @@ def _heap_start() -> int:
 
 
 @cache
-def _c_function(name: str) -> Callable[..., int] | None:
+def _c_function(name: str, result: Any = ctypes.c_int, *arguments: Any) -> Callable[..., Any] | None:
+    """A function of the C library; None where it has none of this name."""
     try:
-        function: Callable[..., int] = getattr(ctypes.CDLL(None), name)
+        function = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError):  # another C library, which gives memory back by itself
         return None
-    return function
+    function.restype = result
+    if arguments:
+        function.argtypes = arguments
+    return cast("Callable[..., Any]", function)
 
 
 class ResidentSet:
