@@ -277,6 +277,7 @@ def test_where_there_is_no_memory_for_a_value_on_its_way_back_others_leave(monke
 
     really_map = ram._map
     monkeypatch.setattr(ram, "_map", refuse_at_first)
+    monkeypatch.setattr(ram, "address_space_is_limited", lambda: True)  # a map for each value
     model = wide_network()
     with outgrow.Session(model, budget=budget, policy="lru") as session:
         ours = gradients(session, model)

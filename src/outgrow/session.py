@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.errors import BudgetTooSmall, DeviceOutOfMemory, SessionError, SpillError, UnsupportedDevice
+from outgrow.learning import Planner, StepKind, keeps_everything
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
@@ -37,45 +38,12 @@ from outgrow.tracing.liveness import with_lasting_state
 from outgrow.tracing.recorder import ModuleNames, Recorder
 from outgrow.units import parse_bytes
 
-# A plan is made again when a step takes this much longer or shorter than predicted, or peaks this much higher;
-# so often at most, since a machine whose speed wavers would be planned for without end.
-_TIME_TOLERANCE = 0.10
-_PEAK_TOLERANCE = 0.02
-_MOST_REPLANS = 4
-# The share of the budget that a plan fills, if the step is predicted to be no slower than by this factor for it.
-_HEADROOM_SHARE = 0.85
-_HEADROOM_COST = 1.03
 # After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
 _RECORDINGS_AFTER_DEPARTURE = 8
 # What a step makes to last beyond what its trace shows; less than this may be anything's.
 _LEAST_BASE_BYTES = 4096
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
 _MOST_KINDS = 32
-
-
-@dataclass
-class _Kind:
-    """One kind of step that was met: its trace, its plan, and how the plan fares.
-
-    `seen` counts its steps, `misses` how often its plan proved wrong.
-    """
-
-    packs: tuple[int, ...]
-    trace: Trace
-    plan: Plan
-    steady: bool
-    measured_peak: int
-    plan_seconds: float
-    verdicts: Verdicts = field(default_factory=Verdicts)
-    seen: int = 0
-    misses: int = 0
-    recent: list[float] = field(default_factory=list)
-
-    def miss(self) -> None:
-        """The plan proved wrong: make another, but not without end on a machine whose speed wavers."""
-        if self.misses < _MOST_REPLANS:
-            self.misses += 1
-            self.steady = False
 
 
 class Session:
@@ -133,6 +101,7 @@ class Session:
             raise SessionError(f"least_moved_bytes is {least_moved_bytes}: it must be 1 or more")
         self.budget_bytes = parse_bytes(budget, total_bytes=psutil.virtual_memory().total)
         self._policy = find(policy) if isinstance(policy, str) else policy
+        self._planner = Planner(self._policy)
         self._refuse_second_session()
         self._ledger = Ledger(self._device.type)
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
@@ -155,8 +124,8 @@ class Session:
             self._ledger, self._pool, self._copies, self._resident, self.budget_bytes, self._too_small
         )
         self._hardware: Hardware | None = None
-        self._kinds: list[_Kind] = []
-        self._expected: _Kind | None = None
+        self._kinds: list[StepKind] = []
+        self._expected: StepKind | None = None
         self._recordings_left = 1
         self._steps = 0  # those that ended without an error
         self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
@@ -250,7 +219,7 @@ class Session:
         records = kind is None or not kind.steady or self._recordings_left > 0 or awaits_stranger
         self._modules = ModuleNames(self._models if records else ())
         self._recorder = Recorder(self._ledger, self._modules, kinds) if records else None
-        watch = records or plan is None or self._wary or not _keeps_everything(plan)
+        watch = records or plan is None or self._wary or not keeps_everything(plan)
         verdicts = Verdicts() if kind is None else kind.verdicts
         with ExitStack() as undo:
             if self._recorder is not None:
@@ -272,7 +241,7 @@ class Session:
         if outcome.oom_retries:
             self._planned_budget = min(self._planned_budget, outcome.fault_level)
             if self._expected is not None:
-                self._expected.miss()
+                self._expected.distrust()
         if outcome.watched:
             self._peak = max(self._peak, outcome.peak_bytes)
         if error is not None:
@@ -291,7 +260,8 @@ class Session:
             if self._expected is followed:
                 self._watch_out()
         elif followed is not None:
-            self._compare(followed, outcome)
+            hardware = self._measured_hardware()
+            self._replans += self._planner.compare(followed, outcome, hardware, self._planned_budget)
         if self._expected is not None:
             (self._known(outcome.packs) or self._expected).seen += 1
         if followed is not None and self._expected is not None and followed.seen > self._expected.seen:
@@ -315,53 +285,20 @@ class Session:
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1))
         steady = known is not None and base <= _LEAST_BASE_BYTES and not outcome.blind
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
-        plan = self._plan_with_headroom(problem)
+        plan = self._planner.plan(problem)
         if steady or not plan.evicts:
             self._refuse_what_cannot_fit(plan)
         seconds = time.perf_counter() - start
         if known is None:
-            known = _Kind(outcome.packs, trace, plan, steady, outcome.peak_bytes, seconds)
+            known = StepKind(outcome.packs, plan, steady, outcome.peak_bytes, seconds)
             self._kinds = [known, *self._kinds][:_MOST_KINDS]
         else:
-            known.trace, known.plan, known.steady = trace, plan, steady
-            known.verdicts = Verdicts()
-            known.measured_peak, known.plan_seconds = outcome.peak_bytes, seconds
+            known.learn(plan, steady=steady, measured_peak=outcome.peak_bytes, plan_seconds=seconds)
             self._replans += 1
-        known.recent.clear()
         self._expected = known
 
-    def _plan_with_headroom(self, problem: Problem) -> Plan:
-        """A plan that leaves the allocator some room, where that costs little.
-
-        glibc finds freed blocks of the right size the more often the less full it is; where it does not, pages are
-        given back and taken anew, which costs more than the copies of a few more values.
-        """
-        plan = self._policy.plan(problem).laid_out()
-        if _keeps_everything(plan):
-            return plan
-        less = replace(problem, budget_bytes=int(problem.budget_bytes * _HEADROOM_SHARE))
-        roomy = self._policy.plan(less).laid_out()
-        wanted, offered = plan.simulate(), roomy.simulate()
-        costs_little = offered.step_seconds <= wanted.step_seconds * _HEADROOM_COST
-        return roomy if offered.feasible and costs_little else plan
-
-    def _known(self, packs: tuple[int, ...]) -> _Kind | None:
+    def _known(self, packs: tuple[int, ...]) -> StepKind | None:
         return next((kind for kind in self._kinds if kind.packs == packs), None)
-
-    def _compare(self, kind: _Kind, outcome: StepOutcome) -> None:
-        """Adapt: where measurement and prediction differ, the next step is recorded and planned anew."""
-        if outcome.proved:
-            return
-        kind.recent.append(outcome.seconds)
-        del kind.recent[:-3]
-        if not outcome.watched:
-            return
-        prediction = kind.plan.simulate()
-        higher = outcome.peak_bytes > prediction.peak_bytes * (1 + _PEAK_TOLERANCE)
-        typical = sorted(kind.recent)[len(kind.recent) // 2]
-        slower = len(kind.recent) == 3 and abs(typical / prediction.step_seconds - 1) > _TIME_TOLERANCE
-        if higher or slower:
-            kind.miss()
 
     def _measured_hardware(self) -> Hardware:
         """This machine, with the disk's speeds as its copies were measured so far."""
@@ -376,7 +313,7 @@ class Session:
             copy_cost_seconds_per_byte=(cost + (back.cost_per_byte() or cost)) / 2,
         )
 
-    def _summarise(self, kind: _Kind | None, outcome: StepOutcome) -> None:
+    def _summarise(self, kind: StepKind | None, outcome: StepOutcome) -> None:
         away = outcome.planned_bytes + outcome.evicted_bytes
         prediction = None if kind is None else kind.plan.simulate()
         peak = outcome.peak_bytes if outcome.watched or kind is None else kind.measured_peak
@@ -492,10 +429,3 @@ def _device_of(models: Sequence[torch.nn.Module]) -> torch.device:
         names = ", ".join(sorted(str(device) for device in devices))
         raise UnsupportedDevice(f"the model is on {names}: this version trains on the CPU only")
     return torch.device("cpu")
-
-
-def _keeps_everything(plan: Plan) -> bool:
-    """Whether a plan needs no hand on the step: everything fits as it is."""
-    prediction = plan.simulate()
-    moves = plan.offloads or plan.recomputes or plan.parks or plan.reuses
-    return not moves and prediction.feasible and prediction.evicted_bytes == 0

@@ -112,7 +112,7 @@ class Pool:
         self._rebuild = rebuild
         self._least_moved = least_moved_bytes
         self._spill = spill
-        self._buffers = Buffers(resident.make_room)
+        self._buffers = Buffers(budget_bytes, resident.make_room)
         self._copies = copies
         self._entries: dict[tuple[int, int], Entry] = {}
         self._recent: OrderedDict[Entry, None] = OrderedDict()

@@ -24,7 +24,11 @@ from outgrow.tracing.ops import OpFacts
 
 @dataclass
 class Verdicts:
-    """What became of a plan's recipes: values whose recipes gave the very same bits, and those whose did not."""
+    """What became of a plan's recipes: values whose recipes gave the very same bits, and those whose did not.
+
+    A value is named by the number of the first saved tensor that has it, which means the same in all traces of one
+    kind of step.
+    """
 
     good: set[int] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
@@ -62,6 +66,7 @@ class Recomputer:
         self._cookbook = Cookbook(self._ledger, kinds)
         self._wanted_ops = _ops_of_recipes(plan) if plan is not None else {}
         self._replays = {item.value: item.replay for item in plan.recomputes} if plan is not None else {}
+        self._first_save = _first_saves(plan) if plan is not None else {}
         self._entry_at: dict[Contents, Entry] = {}
         self._contents: dict[Entry, Contents] = {}
 
@@ -127,17 +132,18 @@ class Recomputer:
         contents = self._contents.get(entry)
         if contents is None or self._entry_at.get(contents) is not entry:  # written to since it was saved
             return
-        if value in self._verdicts.bad or self._pool.has_safe_copy(entry):
+        first_save = self._first_save[value]
+        if first_save in self._verdicts.bad or self._pool.has_safe_copy(entry):
             return
         recipe = self._cookbook.compile(contents, self._entry_at.get)
-        if recipe is None or (value not in self._verdicts.good and not self._verify(entry, value, recipe)):
+        if recipe is None or (first_save not in self._verdicts.good and not self._verify(entry, first_save, recipe)):
             return
         if self._pool.has_safe_copy(entry):  # the proof took room, and the cache sent this very value away for it
             return
         self._pool.drop_for(entry, recipe, self._replays.get(value, Replay.SPEED))
 
-    def _verify(self, entry: Entry, value: int, recipe: Recipe) -> bool:
-        """The true value is still there: make it anew and compare, once for each plan."""
+    def _verify(self, entry: Entry, first_save: int, recipe: Recipe) -> bool:
+        """The true value is still there: make it anew and compare, once for each kind of step."""
         true = entry.storage
         assert true is not None
         self.proofs += 1
@@ -147,7 +153,7 @@ class Recomputer:
         except OutgrowError:  # no room to try: try again in the next step
             return False
         same = made.nbytes() == true.nbytes() and torch.equal(_bytes_of(made), _bytes_of(true))
-        (self._verdicts.good if same else self._verdicts.bad).add(value)
+        (self._verdicts.good if same else self._verdicts.bad).add(first_save)
         return same
 
     def rebuild(self, entry: Entry) -> torch.UntypedStorage:
@@ -182,6 +188,17 @@ class Recomputer:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _first_saves(plan: Plan) -> dict[int, int]:
+    """For each value that the plan drops the number of the first saved tensor that has it."""
+    dropped = {item.value for item in plan.recomputes}
+    trace = plan.problem.trace
+    first: dict[int, int] = {}
+    for number, saved in enumerate(trace.saved):
+        if saved.value in dropped:
+            first.setdefault(saved.value, number)
+    return first
 
 
 def _ops_of_recipes(plan: Plan) -> dict[int, str]:

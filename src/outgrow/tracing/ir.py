@@ -137,6 +137,12 @@ class Trace:
         """Bytes of the values that are alive at op `at` in a plain step; -1 asks for before the step."""
         return sum(value.nbytes for value in self.values if value.birth <= at < value.death)
 
+    @property
+    def first_saves(self) -> list[int]:
+        """For each saved tensor the number of the first one that has the same value."""
+        first: dict[int, int] = {}
+        return [first.setdefault(saved.value, number) for number, saved in enumerate(self.saved)]
+
     def with_ops(self, ops: Sequence[Op]) -> Trace:
         """The same step with other costs."""
         if len(ops) != len(self.ops):

@@ -1,46 +1,53 @@
-"""RAM as the device tier of CPU training: aligned buffers for values on their way back."""
+"""RAM as the device tier of CPU training: one region of memory for values on their way back."""
 
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
-from collections import deque
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from queue import SimpleQueue
 
 import torch
 
-_HUGE_PAGE_BYTES = 2 << 20
+from outgrow.runtime.tiers.heap import address_space_is_limited
+
+_Range = tuple[int, int]  # first byte, and the one after the last
 
 
 class Buffers:
     """Memory for values on their way back, used again and again.
 
     The system hands out fresh pages at less than two gigabytes a second, zeroed by the very cores that compute: a
-    buffer whose value is done with takes the next value of about its size (Layrub's shared blocks). They lie apart
-    from the heap, on huge pages where the system has them, and so leave no holes there.
+    value takes the place of others that are done with (Layrub's shared blocks). All of them lie in one region of
+    addresses, on huge pages where the system has them, apart from the heap, where they would leave holes. Each gets
+    the smallest gap that it fits; pages stay until they are shed. Where addresses are counted, or the region is full,
+    a value gets a map of its own, which goes with it.
     """
 
-    _MOST_WASTE = 1.25
+    # Addresses cost nothing; what a region of just the budget might not fit is between the values.
+    _REGION_BUDGETS = 2
 
-    def __init__(self, before_mapping: Callable[[int], None]) -> None:
-        """`before_mapping` is told how many bytes will be taken from the system."""
-        self._before_mapping = before_mapping
-        self._idle: deque[mmap.mmap] = deque()
-        self._in_use: dict[weakref.ref[torch.UntypedStorage], mmap.mmap] = {}
+    def __init__(self, budget_bytes: int, before_touching: Callable[[int], None]) -> None:
+        """`before_touching` is told how many bytes will be taken from the system."""
+        self._before_touching = before_touching
+        memory = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE  # the system refuses a region that is larger
+        size = _whole_pages(min(self._REGION_BUDGETS * budget_bytes, memory))
+        self._region = None if address_space_is_limited() else _reserve(size)
+        self._size = 0 if self._region is None else size
+        self._used: list[_Range] = []  # by address, as are all lists of ranges here
+        self._touched: list[_Range] = []  # whose pages are there; no two of them meet
+        self._in_use: dict[weakref.ref[torch.UntypedStorage], _Range] = {}
         # Storages die on any thread (a collector runs anywhere): what they leave is taken in on the training's.
-        self._left: SimpleQueue[mmap.mmap] = SimpleQueue()
+        self._left: SimpleQueue[_Range] = SimpleQueue()
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of the buffers that wait for a value."""
+        """Bytes whose pages are there and that no value uses."""
         self._take_in()
-        return sum(len(block) for block in self._idle)
-
-    def _take_in(self) -> None:
-        while not self._left.empty():
-            self._idle.append(self._left.get())
+        return _length(self._touched) - _length(self._used)
 
     def take(self, nbytes: int, phase: int) -> torch.UntypedStorage:
         """A storage of exactly `nbytes` whose address is `phase` bytes after the start of a page.
@@ -49,42 +56,111 @@ class Buffers:
         certain phase comes back to one with the same phase, and so needs no bounce buffer.
         """
         self._take_in()
-        need = nbytes + phase
-        fits = (block for block in self._idle if need <= len(block) <= need * self._MOST_WASTE)
-        block = min(fits, key=len, default=None)
-        if block is None:
-            # Sizes change from one end of a network to the other: what waited longest is of a size gone by.
-            self.shed(need)
-            self._before_mapping(need)
-            block = _map(need)
-        else:
-            self._idle = deque(other for other in self._idle if other is not block)
-        # The tensor's storage is the owner that keeps `block` mapped for as long as it lives. Maps begin at a page.
-        storage = torch.frombuffer(block, dtype=torch.uint8, count=nbytes, offset=phase).untyped_storage()
-        self._in_use[weakref.ref(storage, self._done_with)] = block
+        need = _whole_pages(nbytes + phase)
+        fits = (gap for gap in self._gaps() if gap[1] - gap[0] >= need)
+        gap = min(fits, key=lambda gap: gap[1] - gap[0], default=None)
+        if self._region is None or gap is None:
+            self._before_touching(need)
+            return _window(_map(need), nbytes, phase)
+        place = (gap[0], gap[0] + need)
+        fresh = need - _length(_overlap(self._touched, place))
+        if fresh:
+            self._before_touching(fresh)
+        # The tensor's storage is the owner that keeps the region mapped for as long as it lives.
+        storage = _window(self._region, nbytes, place[0] + phase)
+        insort(self._used, place)
+        self._touched = _with(self._touched, place)
+        self._in_use[weakref.ref(storage, self._done_with)] = place
         return storage
 
-    def _done_with(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
-        block = self._in_use.pop(storage, None)
-        if block is not None:
-            self._left.put(block)
-
     def shed(self, nbytes: int) -> None:
-        """Free idle buffers, those that waited longest first, until `nbytes` are free or none is left."""
+        """Give idle pages back to the system, those at high addresses first, until `nbytes` are or none is left."""
         self._take_in()
-        while nbytes > 0 and self._idle:
-            nbytes -= len(self._idle.popleft())
+        if nbytes <= 0 or self._region is None:
+            return
+        for gap in reversed(list(self._gaps())):
+            for start, stop in reversed(_overlap(self._touched, gap)):
+                if nbytes <= 0:
+                    return
+                start = max(start, stop - _whole_pages(nbytes))
+                self._region.madvise(mmap.MADV_DONTNEED, start, stop - start)
+                self._touched = _without(self._touched, (start, stop))
+                nbytes -= stop - start
 
     def close(self) -> None:
-        """Free what is idle, and keep nothing that is still in use."""
+        """Free what is idle; what is still in use lives on with its storages."""
+        self.shed(self.idle_bytes)
+        self._region, self._size = None, 0
         self._in_use.clear()
-        self._take_in()
-        self._idle.clear()
+        self._used, self._touched = [], []
+
+    def _gaps(self) -> Iterator[_Range]:
+        end = 0
+        for start, stop in self._used:
+            if end < start:
+                yield end, start
+            end = stop
+        if end < self._size:
+            yield end, self._size
+
+    def _done_with(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
+        place = self._in_use.pop(storage, None)
+        if place is not None:
+            self._left.put(place)
+
+    def _take_in(self) -> None:
+        while not self._left.empty():
+            place = self._left.get()
+            if place in self._used:  # else the region was closed meanwhile
+                self._used.remove(place)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _length(ranges: Iterable[_Range]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _overlap(ranges: Iterable[_Range], place: _Range) -> list[_Range]:
+    """What of the ranges lies in `place`."""
+    clipped = ((max(start, place[0]), min(stop, place[1])) for start, stop in ranges)
+    return [(start, stop) for start, stop in clipped if start < stop]
+
+
+def _with(ranges: Iterable[_Range], place: _Range) -> list[_Range]:
+    """The ranges and `place`, with those that meet made one."""
+    apart: list[_Range] = []
+    first, last = place
+    for start, stop in ranges:
+        if stop < place[0] or start > place[1]:
+            apart.append((start, stop))
+        else:
+            first, last = min(first, start), max(last, stop)
+    insort(apart, (first, last))
+    return apart
+
+
+def _without(ranges: Iterable[_Range], place: _Range) -> list[_Range]:
+    """The ranges less what of them lies in `place`."""
+    parts = (part for start, stop in ranges for part in ((start, min(stop, place[0])), (max(start, place[1]), stop)))
+    return [(start, stop) for start, stop in parts if start < stop]
+
+
+def _reserve(nbytes: int) -> mmap.mmap | None:
+    """Addresses whose pages come when they are touched; None where the system does not hand out that many."""
+    with suppress(OSError, ValueError, OverflowError):
+        return _map(nbytes)
+    return None
 
 
 def _map(nbytes: int) -> mmap.mmap:
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= _HUGE_PAGE_BYTES:
-        with suppress(OSError):  # a kernel without huge pages
-            block.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        block.madvise(mmap.MADV_HUGEPAGE)
     return block
+
+
+def _window(block: mmap.mmap, nbytes: int, offset: int) -> torch.UntypedStorage:
+    return torch.frombuffer(block, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()

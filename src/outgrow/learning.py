@@ -1,0 +1,147 @@
+"""What a session learns of its kinds of step: how each is planned, and how its plan fares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from outgrow.cost.hardware import Hardware
+from outgrow.planning.plan import Plan
+from outgrow.planning.policies import Policy
+from outgrow.planning.problem import Problem
+from outgrow.runtime.executor import StepOutcome
+from outgrow.runtime.recompute import Verdicts
+from outgrow.tracing.ir import Phase, Trace
+
+# Times are set right when the median of so many steps is this far from the prediction.
+_TIMED_STEPS = 3
+_TIME_TOLERANCE = 0.10
+# A step that peaks this much higher than predicted is recorded anew.
+_PEAK_TOLERANCE = 0.02
+# So often at most a kind is recorded anew, and so often its plan is searched for with other times: a machine whose
+# speed wavers would be planned for without end.
+_MOST_RECORDINGS = 4
+_MOST_SEARCHES = 4
+# Another plan must be this much faster: its recipes have to be proved, and the heap has to settle once more.
+_WORTH_CHANGING = 0.97
+# The share of the budget that a plan fills, if the step is predicted to be no slower than by this factor for it.
+_HEADROOM_SHARE = 0.85
+_HEADROOM_COST = 1.03
+
+
+@dataclass
+class StepKind:
+    """One kind of step that was met: its plan, and how that fares.
+
+    Attributes:
+        packs: bytes of the tensors that autograd saves, in order; what tells kinds apart.
+        plan: for the next step of this kind, with the trace that it was made from.
+        steady: the trace shows the step as it is from now on; else the next one is recorded too.
+        measured_peak: live bytes at the peak of the recorded step.
+        plan_seconds: what planning took.
+        verdicts: which recipes were proved.
+        seen: how many such steps there were.
+        recordings: how often the step was recorded anew because its plan proved wrong, and `searches` how often its
+            plan was searched for again because the machine's speed had changed.
+        recent: times and stalls of the last steps under this plan, in seconds.
+    """
+
+    packs: tuple[int, ...]
+    plan: Plan
+    steady: bool
+    measured_peak: int
+    plan_seconds: float
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    seen: int = 0
+    recordings: int = 0
+    searches: int = 0
+    recent: list[tuple[float, float]] = field(default_factory=list)
+
+    def learn(self, plan: Plan, *, steady: bool, measured_peak: int, plan_seconds: float) -> None:
+        """The step was recorded anew, and planned from that."""
+        if not _alike(self.plan.problem.trace, plan.problem.trace):
+            self.verdicts = Verdicts()
+        self.plan, self.steady = plan, steady
+        self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
+        self.recent.clear()
+
+    def distrust(self) -> None:
+        """The trace proved wrong: record the next step."""
+        if self.recordings < _MOST_RECORDINGS:
+            self.recordings += 1
+            self.steady = False
+
+
+class Planner:
+    """Makes plans with a policy, and keeps them true."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def plan(self, problem: Problem) -> Plan:
+        """A plan that leaves the allocator some room, where that costs little.
+
+        glibc finds freed blocks of the right size the more often the less full it is; where it does not, pages are
+        given back and taken anew, which costs more than the copies of a few more values.
+        """
+        plan = self._policy.plan(problem).laid_out()
+        if keeps_everything(plan):
+            return plan
+        less = replace(problem, budget_bytes=int(problem.budget_bytes * _HEADROOM_SHARE))
+        roomy = self._policy.plan(less).laid_out()
+        wanted, offered = plan.simulate(), roomy.simulate()
+        costs_little = offered.step_seconds <= wanted.step_seconds * _HEADROOM_COST
+        return roomy if offered.feasible and costs_little else plan
+
+    def compare(self, kind: StepKind, outcome: StepOutcome, hardware: Hardware, budget_bytes: int) -> bool:
+        """Adapt: a step under a plan was measured. Whether the plan is now another one.
+
+        A peak that was not foreseen means that the trace is not the step's: the next one is recorded. A time that was
+        not means that the machine is faster or slower than it was then, or the disk is: the trace's times are set
+        right, and if another plan is clearly better in those, it is taken.
+        """
+        if outcome.proved:
+            return False
+        prediction = kind.plan.simulate()
+        if outcome.watched and outcome.peak_bytes > prediction.peak_bytes * (1 + _PEAK_TOLERANCE):
+            kind.distrust()
+            return False
+        kind.recent = [*kind.recent, (outcome.seconds, outcome.stall_seconds)][-_TIMED_STEPS:]
+        seconds, stall = (median(column) for column in zip(*kind.recent, strict=True))
+        own = prediction.step_seconds - prediction.stall_seconds
+        is_off = abs(seconds / prediction.step_seconds - 1) > _TIME_TOLERANCE
+        if len(kind.recent) < _TIMED_STEPS or not is_off or own <= 0 or seconds <= stall:
+            return False
+        kind.recent.clear()
+        trace = _paced(kind.plan.problem.trace, (seconds - stall) / own)
+        problem = replace(kind.plan.problem, trace=trace, hardware=hardware)
+        kind.plan = replace(kind.plan, problem=problem)
+        if keeps_everything(kind.plan) or kind.searches >= _MOST_SEARCHES:
+            return False
+        kind.searches += 1
+        other = self.plan(replace(problem, budget_bytes=budget_bytes))
+        now, then = kind.plan.simulate(), other.simulate()
+        if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
+            return False
+        kind.plan = other
+        return True
+
+
+def keeps_everything(plan: Plan) -> bool:
+    """Whether a plan needs no hand on the step: everything fits as it is."""
+    prediction = plan.simulate()
+    moves = plan.offloads or plan.recomputes or plan.parks or plan.reuses
+    return not moves and prediction.feasible and prediction.evicted_bytes == 0
+
+
+def _paced(trace: Trace, factor: float) -> Trace:
+    return trace.with_ops([replace(op, seconds=op.seconds * factor) for op in trace.ops])
+
+
+def _alike(one: Trace, other: Trace) -> bool:
+    """Whether two traces save the same results of the same forward ops, so that one's recipes are the other's."""
+    return _forward_ops(one) == _forward_ops(other) and one.first_saves == other.first_saves
+
+
+def _forward_ops(trace: Trace) -> list[str]:
+    return [op.name for op in trace.ops if op.phase is Phase.FORWARD]
