@@ -19,6 +19,7 @@ from typing import Any
 
 from allocator_peak import allocator_peak_bytes
 from environment import environment, write
+from layout import default_networks, with_suffix
 from peers import LEFT_OUT, Peer, peers
 
 from outgrow.cli.interleave import HEAP_KEPT, Run, Setup, SetupFailed, interleave, live_peak_bytes, ratio
@@ -249,20 +250,26 @@ def run(name: str, given: argparse.Namespace) -> None:
     if given.quick:
         batch, image_size = _QUICK_BATCH, _QUICK_SIZE
     options = Options(
-        network.name, data="synthetic", batch=given.batch or batch, image_size=given.image_size or image_size
+        network.name,
+        data="synthetic",
+        batch=given.batch or batch,
+        image_size=given.image_size or image_size,
+        channels_last=given.channels_last,
     )
     began = time.perf_counter()
     bench = Bench(options, given)
     rivals: list[Rival] = []
     curve: list[Managed] = []
-    target = given.output / f"pareto-{network.name}"
-    title = f"{network.name}, batch {options.batch}, size {options.image_size}: over plain with its heap kept"
+    target = with_suffix(given.output / f"pareto-{network.name}.json", given.channels_last)
+    order = ", channels last" if options.channels_last else ""
+    title = f"{network.name}, batch {options.batch}, size {options.image_size}{order}: over plain with its heap kept"
 
     def save() -> None:
         result = {
             "network": network.name,
             "batch": options.batch,
             "image_size": options.image_size,
+            "channels_last": options.channels_last,
             "policy": given.policy,
             "heap_of_peers": given.heap,
             "rounds": given.rounds,
@@ -274,7 +281,7 @@ def run(name: str, given: argparse.Namespace) -> None:
             "environment": environment(),
             "steps": bench.raw,
         }
-        write(target.with_suffix(".json"), result)
+        write(target, result)
         draw(target.with_suffix(".png"), title, lines(bench.plain_peak, rivals, curve, given.policy))
 
     if given.only != "curve":
@@ -283,7 +290,7 @@ def run(name: str, given: argparse.Namespace) -> None:
     if given.only != "peers":
         curve = bench.curve(given.shares)
         save()
-    print(f"{network.name}: {time.perf_counter() - began:.0f} s, {target}.json", flush=True)
+    print(f"{network.name}: {time.perf_counter() - began:.0f} s, {target}", flush=True)
 
 
 def main() -> None:
@@ -292,6 +299,7 @@ def main() -> None:
     parser.add_argument("--network", action="append", help=f"one or more; default: {', '.join(_SIZES)}")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--image-size", type=int)
+    parser.add_argument("--channels-last", action="store_true", help="all in that memory format; no gpt by default")
     parser.add_argument("--policy", default="auto", help="Outgrow's policy")
     parser.add_argument("--rounds", type=int, default=4, help="how often all take turns")
     parser.add_argument("--steps", type=int, default=1, help="measured steps of a turn")
@@ -305,7 +313,7 @@ def main() -> None:
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
     check_plot_path(given.output / "pareto.png")
-    for name in given.network or _SIZES:
+    for name in given.network or default_networks(_SIZES, given.channels_last):
         run(name, given)
 
 

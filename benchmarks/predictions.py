@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from environment import environment, write
+from layout import default_networks, with_suffix
 
 from outgrow.cli.interleave import Bounds, Row, Run, Setup, SetupFailed, interleave, live_bounds
 from outgrow.cli.options import Options
@@ -96,7 +97,11 @@ def measure(name: str, given: argparse.Namespace) -> list[Prediction]:
     plain = Setup(
         "plain",
         Options(
-            network.name, data="synthetic", batch=given.batch or batch, image_size=given.image_size or image_size
+            network.name,
+            data="synthetic",
+            batch=given.batch or batch,
+            image_size=given.image_size or image_size,
+            channels_last=given.channels_last,
         ),
     )
     bounds = live_bounds(plain)
@@ -214,6 +219,7 @@ def main() -> None:
     parser.add_argument("--network", action="append", help=f"one or more; default: {', '.join(_SIZES)}")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--image-size", type=int)
+    parser.add_argument("--channels-last", action="store_true", help="all in that memory format; no gpt by default")
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--shares", type=float, nargs="+", help="budgets over the plain peak")
     parser.add_argument("--rounds", type=int, default=7, help="how often plain and managed steps take turns")
@@ -221,11 +227,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
     given = parser.parse_args()
     rows: list[Prediction] = []
-    for name in given.network or _SIZES:
+    for name in given.network or default_networks(_SIZES, given.channels_last):
         rows += measure(name, given)
         if given.output is not None:  # after each network: a run of all takes long
-            document = {"summary": asdict(summarise(rows)), "environment": environment()}
-            write(given.output, document | {"rows": [asdict(row) for row in rows]})
+            document = {
+                "channels_last": given.channels_last,
+                "summary": asdict(summarise(rows)),
+                "environment": environment(),
+                "rows": [asdict(row) for row in rows],
+            }
+            write(with_suffix(given.output, given.channels_last), document)
     worst = summarise(rows)
     print(
         f"{worst.rows} budgets, {worst.failed} without figures. Worst ratios to what was predicted: peak"

@@ -20,7 +20,7 @@ from outgrow.tracing.liveness import plain_profile
 
 @dataclass(frozen=True)
 class Result:
-    """What training left behind."""
+    """What training left behind: `state` is a hash of parameters, buffers and the optimizers' state."""
 
     losses: tuple[float, ...]
     state: str
@@ -54,13 +54,24 @@ class RecomputeAll:
         return self.name
 
 
-def digest(models: Sequence[torch.nn.Module]) -> str:
-    """A hash of all parameters and buffers."""
+def digest(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()) -> str:
+    """A hash of all parameters and buffers, and of what optimizers keep from step to step."""
     total = hashlib.sha256()
+
+    def add(name: str, item: Any) -> None:
+        total.update(name.encode())
+        if isinstance(item, torch.Tensor):
+            total.update(item.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            total.update(repr(item).encode())
+
     for model in models:
         for name, tensor in sorted(model.state_dict().items()):
-            total.update(name.encode())
-            total.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            add(name, tensor)
+    for optimizer in optimizers:
+        for number, state in sorted(optimizer.state_dict()["state"].items()):
+            for name, item in sorted(state.items()):
+                add(f"{number} {name}", item)
     return total.hexdigest()
 
 
@@ -70,7 +81,7 @@ def train_plain(make: Make, steps: int) -> Result:
     training = make()
     torch.manual_seed(1)
     losses = tuple(float(training.run(k)) for k in range(steps))
-    return Result(losses, digest(training.models))
+    return Result(losses, digest(training.models, training.optimizers))
 
 
 def train_in_session(
@@ -89,11 +100,17 @@ def train_in_session(
                 loss = training.run(k)
             losses.append(float(loss))
             summaries.append(session.summary())
-    return Result(tuple(losses), digest(training.models)), summaries
+    return Result(tuple(losses), digest(training.models, training.optimizers)), summaries
 
 
 def budget_for(make: Make, share: float, *, least_moved_bytes: int = 1) -> int:
-    """A share of the plain peak, or the least feasible budget where that is more; in bytes.
+    """A share of the plain peak, or the least feasible budget where that is more; in bytes."""
+    plain_peak, least = bounds_of(make, least_moved_bytes=least_moved_bytes)
+    return int(max(plain_peak * share, least))
+
+
+def bounds_of(make: Make, *, least_moved_bytes: int = 1) -> tuple[int, int]:
+    """The plain peak, and the least feasible budget; in bytes.
 
     Measured on a real step, so that workspaces count; a little more than the least, since the first step guesses.
     """
@@ -112,8 +129,8 @@ def budget_for(make: Make, share: float, *, least_moved_bytes: int = 1) -> int:
     problem = Problem(trace, hardware, problem_plan.budget_bytes, least_moved_bytes=least_moved_bytes)
     # The tests hold on to a few scalars and to the batch of the step before.
     # The first step knows no gaps: nothing is parked in it.
-    least = max(needed_curve(problem)) * 1.02 + 4096
-    return int(max(plain_profile(trace).peak_bytes * share, least))
+    least = int(max(needed_curve(problem)) * 1.02 + 4096)
+    return plain_profile(trace).peak_bytes, least
 
 
 def assert_equal_to_plain(make: Make, *, share: float = 0.6, policy: str | Policy = "auto", steps: int = 4) -> None:

@@ -10,8 +10,11 @@ import sys
 import pytest
 import torch
 
-from outgrow import networks
+from outgrow import networks, trace
+from outgrow.cli.job import make_job
 from outgrow.cli.main import run
+from outgrow.cli.options import Options
+from outgrow.tracing.liveness import plain_profile
 
 TINY_RESNET = ("resnet-50", "--batch", "2", "--image-size", "32")
 TINY_GPT = ("gpt-2x64", "--batch", "2", "--image-size", "32")
@@ -187,6 +190,49 @@ def test_a_budget_is_held_and_changes_no_bit(result, tight_budget):
     assert all(managed[key] is not None for key in TRAIN_KEYS)
 
 
+@pytest.fixture
+def narrow_unet(monkeypatch):
+    """A U-Net in which images weigh more than weights, as they do in the real one at its own input size."""
+    monkeypatch.setattr("outgrow.networks.unet._WIDTHS", (8, 16, 32, 64))
+
+
+# A ResNet-18 for inputs of this size is mostly parameters and gradients, which stay: its least budget is 83%.
+@pytest.mark.parametrize(("network", "batch", "share"), [("resnet-18", "16", 0.86), ("unet", "2", 0.6)])
+@pytest.mark.usefixtures("narrow_unet")
+def test_channels_last_is_the_same_in_a_session_and_plain(result, network, batch, share):
+    command = (network, "--batch", batch, "--image-size", "96", "--momentum", "0", "--channels-last")
+    budget = int(result("plan", *command)["plain_peak_bytes"] * share)
+    plain = result("train", *command, "--steps", "4")
+    managed = result("train", *command, "--steps", "4", "--budget", str(budget))
+    assert managed["highest_peak_bytes"] <= budget
+    assert managed["offloaded_bytes"] + managed["recomputed_bytes"] > 0
+    assert managed["losses"] == plain["losses"]
+    assert managed["parameters_sha256"] == plain["parameters_sha256"]
+
+
+@pytest.mark.usefixtures("narrow_unet")
+def test_channels_last_lays_out_weights_and_images_on_real_and_fake_tensors():
+    job = make_job(Options("unet", batch=2, image_size=96, channels_last=True))
+    model, _ = job.build()
+    images, _ = next(job.batches())
+    for tensor in (images, *(parameter for parameter in model.parameters() if parameter.dim() == 4)):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+    assert not images.is_contiguous()
+    convolutions = [op for op in job.fake_trace().ops if "convolution" in op.name]
+    assert convolutions
+    assert all(op.channels_last for op in convolutions)
+
+
+@pytest.mark.usefixtures("narrow_unet")
+def test_a_plan_knows_that_channels_last_needs_less(result):
+    command = ("unet", "--batch", "2", "--image-size", "96")
+    usual, last = result("plan", *command), result("plan", *command, "--channels-last")
+    assert last["least_budget_bytes"] < 0.8 * usual["least_budget_bytes"]
+    job = make_job(Options("unet", batch=2, image_size=96, channels_last=True))
+    measured = plain_profile(trace(job.make_step, fake=False))
+    assert last["plain_peak_bytes"] == pytest.approx(measured.peak_bytes, rel=0.02)
+
+
 def test_segmentation_trains_on_digits_under_a_budget(result):
     command = ("unet", "--batch", "1", "--image-size", "64", "--momentum", "0")
     plan = result("plan", *command)
@@ -284,6 +330,9 @@ def test_networks_print_as_a_table(outgrow):
         (("train", *TINY_RESNET, "--data", "/no/such/folder"), "no such folder"),
         (("train", *TINY_RESNET, "--data", "text"), "takes images"),
         (("train", *TINY_GPT, "--data", "digits"), "takes text"),
+        (("train", *TINY_GPT, "--channels-last"), "--channels-last"),
+        (("plan", *TINY_GPT, "--channels-last"), "takes text"),
+        (("compare", *TINY_GPT, "--channels-last"), "takes text"),
         (("trane",), "trane"),
         (("train", "resnet-50", "--bogus"), "--bogus"),
     ],

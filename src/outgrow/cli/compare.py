@@ -56,6 +56,8 @@ def compare(
     pairs = [Pair(name, percent) for name in names for percent in percents]
     hardware, predicted, measured = _work_out(job, options, pairs, rounds)
     title = f"{job.network.name}, batch {job.shape.batch}, size {job.shape.image_size}"
+    if job.channels_last:
+        title += ", channels last"
     if plot is not None:
         draw(plot, title, _lines(names, predicted, measured))
     if as_json:
@@ -146,6 +148,7 @@ def _heading(job: Job, hardware: Hardware) -> dict[str, Any]:
         "image_size": job.shape.image_size,
         "optimizer": job.optimizer,
         "dtype": str(job.dtype).removeprefix("torch."),
+        "channels_last": job.channels_last,
         "hardware": hardware.to_document(),
     }
 

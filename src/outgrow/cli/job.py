@@ -37,6 +37,8 @@ class Job:
     """What to train and how, every option checked and every default filled in.
 
     `budget_bytes` is None for plain PyTorch; `learning_rate` and `momentum` are the optimizer's.
+    `channels_last` lays out the model's weights and the images so, before any step: plain PyTorch and a session
+    then see the same tensors.
     """
 
     network: Network
@@ -48,6 +50,7 @@ class Job:
     learning_rate: float
     momentum: float
     dtype: torch.dtype
+    channels_last: bool
     spill_dir: Path | None
     allow_tmpfs: bool
     seed: int
@@ -56,6 +59,8 @@ class Job:
         """The model, its weights drawn from the seed, and its optimizer."""
         torch.manual_seed(self.seed)
         model = self.network.build(self.shape.image_size, self.shape.classes)
+        if self.channels_last:
+            _use_channels_last(model)
         return model.train(), self._optimizer(model)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -65,7 +70,11 @@ class Job:
 
     def batches(self) -> Iterator[Batch]:
         """The endless stream of batches; the data is checked at once."""
-        return open_data(self.data, self.network, self.shape, self.seed)
+        return map(self._laid_out, open_data(self.data, self.network, self.shape, self.seed))
+
+    def _laid_out(self, batch: Batch) -> Batch:
+        data, target = batch
+        return (data.to(memory_format=torch.channels_last), target) if self.channels_last else batch
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
         """One training step; returns the loss, detached."""
@@ -93,7 +102,7 @@ class Job:
     def make_step(self) -> outgrow.TrainingStep:
         """The step on synthetic data, everything built here: what `outgrow.trace` asks for."""
         model, optimizer = self.build()
-        batch = self.network.sample(self.shape.batch, self.shape.image_size, self.shape.classes)
+        batch = self._laid_out(self.network.sample(self.shape.batch, self.shape.image_size, self.shape.classes))
         return outgrow.TrainingStep(model, optimizer, lambda: self.step(model, optimizer, batch))
 
     def fake_trace(self) -> Trace:
@@ -118,6 +127,13 @@ class Job:
             raise BudgetTooSmall(self.budget_bytes, floor.bytes, floor.holders, trace.describe_op(floor.op))
 
 
+def _use_channels_last(model: nn.Module) -> None:
+    """What `model.to(memory_format=...)` does; on fake tensors, whose parameters it cannot swap, too."""
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+
+
 def costed(trace: Trace) -> Trace:
     """A fake trace with the times and workspaces that plans reckon with."""
     return outgrow.plan(trace, budget=_UNBOUNDED, policy="keep").problem.trace
@@ -137,6 +153,10 @@ def make_job(options: Options) -> Job:
         find_policy(options.policy)
     if options.momentum is not None and options.optimizer != "sgd":
         raise OptionError(f"--momentum is sgd's: {options.optimizer} has none to set")
+    if options.channels_last and network.kind == "text":
+        raise OptionError(
+            f"--channels-last is an order of the pixels of images: {network.name} takes text, which has none"
+        )
     return Job(
         network=network,
         data=default_data(network) if options.data is None else options.data,
@@ -147,6 +167,7 @@ def make_job(options: Options) -> Job:
         learning_rate=options.learning_rate or DEFAULT_LEARNING_RATE[options.optimizer],
         momentum=DEFAULT_MOMENTUM if options.momentum is None else options.momentum,
         dtype=torch.bfloat16 if options.dtype == "bfloat16" else torch.float32,
+        channels_last=options.channels_last,
         spill_dir=options.spill_dir,
         allow_tmpfs=options.allow_tmpfs,
         seed=options.seed,

@@ -72,6 +72,7 @@ def train(
     momentum: opt.Momentum = None,
     lr: opt.LearningRate = None,
     dtype: opt.Dtype = "float32",
+    channels_last: opt.ChannelsLast = False,
     spill_dir: opt.SpillDir = None,
     allow_tmpfs: opt.AllowTmpfs = False,
     seed: opt.Seed = 0,
@@ -85,8 +86,8 @@ def train(
     from outgrow.cli.train import train as run_train
 
     given = opt.Options(
-        network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, spill_dir,
-        allow_tmpfs, seed,
+        network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
+        spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
     run_train(given, steps, as_json)
 
@@ -104,6 +105,7 @@ def plan(
     momentum: opt.Momentum = None,
     lr: opt.LearningRate = None,
     dtype: opt.Dtype = "float32",
+    channels_last: opt.ChannelsLast = False,
     spill_dir: opt.SpillDir = None,
     allow_tmpfs: opt.AllowTmpfs = False,
     seed: opt.Seed = 0,
@@ -118,8 +120,8 @@ def plan(
     from outgrow.cli.plan import plan as run_plan
 
     given = opt.Options(
-        network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, spill_dir,
-        allow_tmpfs, seed,
+        network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
+        spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
     run_plan(given, as_json)
 
@@ -139,6 +141,7 @@ def compare(
     momentum: opt.Momentum = None,
     lr: opt.LearningRate = None,
     dtype: opt.Dtype = "float32",
+    channels_last: opt.ChannelsLast = False,
     spill_dir: opt.SpillDir = None,
     allow_tmpfs: opt.AllowTmpfs = False,
     seed: opt.Seed = 0,
@@ -160,7 +163,8 @@ def compare(
     from outgrow.cli.compare import compare as run_compare
 
     given = opt.Options(
-        network, data, batch, image_size, None, None, optimizer, momentum, lr, dtype, spill_dir, allow_tmpfs, seed,
+        network, data, batch, image_size, None, None, optimizer, momentum, lr, dtype, channels_last,
+        spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
     run_compare(given, budgets, policies, steps if measure else None, plot, as_json)
 

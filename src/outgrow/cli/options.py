@@ -26,6 +26,7 @@ class Options:
     momentum: float | None = None
     learning_rate: float | None = None
     dtype: DtypeName = "float32"
+    channels_last: bool = False
     spill_dir: Path | None = None
     allow_tmpfs: bool = False
     seed: int = 0
@@ -150,6 +151,15 @@ LearningRate = Annotated[
 Dtype = Annotated[
     DtypeName,
     typer.Option(help="Precision of forward and loss. bfloat16 means autocast: the parameters stay float32."),
+]
+ChannelsLast = Annotated[
+    bool,
+    typer.Option(
+        "--channels-last",
+        help="Keep model and images in torch.channels_last order, the channels of a pixel side by side: the CPU's "
+        "convolutions then hold no rearranged copies of images. Takes less memory where images are large, and is "
+        "often faster; losses differ in their last bits from those without it. Not for gpt networks.",
+    ),
 ]
 SpillDir = Annotated[
     Path | None,

@@ -36,8 +36,13 @@ def workspace_bytes(op: Op, trace: Trace) -> int:
 
     On a CPU, oneDNN lays out the operands of a convolution in blocks of channels: forward holds a copy of its
     input and of its output, backward of two of its operands at a time (seen in the allocator's own reports).
+    In channels_last order only the weight is rearranged, in backward its gradient as well.
     """
     if trace.device != "cpu" or "convolution" not in op.name:
         return 0
+    if op.channels_last:
+        is_backward = "backward" in op.name
+        weight = trace.values[op.inputs[2 if is_backward else 1]].nbytes
+        return 2 * weight if is_backward else weight
     sizes = sorted((trace.values[index].nbytes for index in (*op.inputs, *op.outputs)), reverse=True)
     return sum(sizes[:2])

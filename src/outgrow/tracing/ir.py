@@ -16,7 +16,7 @@ from typing import Any
 
 from outgrow.errors import TraceMismatch
 
-FORMAT = "outgrow-trace-1"
+FORMAT = "outgrow-trace-2"
 
 
 class Phase(StrEnum):
@@ -54,7 +54,8 @@ class Op:
     what was alive before it and the outputs that it leaves. `seconds` is 0.0 where no clock ran. `repeatable` says
     that the op, run again on the same inputs, may be expected to give the same outputs as far as anybody reads them:
     `empty` is where another op overwrites all of its result at once. An op that only asks an argument for its shape
-    does not have it among its `inputs`.
+    does not have it among its `inputs`. `channels_last` says that a convolution finds its images or its weight in
+    that order, which decides what it rearranges.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Op:
     workspace_bytes: int
     seconds: float
     repeatable: bool
+    channels_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

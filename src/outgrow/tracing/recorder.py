@@ -146,6 +146,7 @@ class Recorder:
                 workspace_bytes=max(0, rise_bytes - new_bytes),
                 seconds=seconds,
                 repeatable=facts.is_repeatable and (not facts.draws or self._ledger.device_type == "cpu"),
+                channels_last="convolution" in facts.name and any(map(_is_channels_last, inputs)),
             )
         )
         if self._watched:
@@ -357,3 +358,13 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if formula is None:
         return 0
     return int(formula(*args, **kwargs, out_val=result))
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether its strides say so; what is contiguous in both orders (1 x 1 kernels) is not."""
+    return (
+        tensor.dim() == 4
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+        and not tensor.is_contiguous()
+    )

@@ -1,0 +1,47 @@
+"""The networks of the list, small: `test_networks_equal` and `benchmarks/equality.py` train them."""
+
+from __future__ import annotations
+
+import torch
+
+from outgrow.networks import find
+from steps import Make, Training
+
+# Name, input size, batch: small inputs, and small depths for the deepest. Every builder of the list is here.
+CASES = (
+    ("alexnet", 64, 2),
+    ("overfeat", 32, 1),
+    ("vgg-16", 32, 2),
+    ("vgg-116", 32, 1),
+    ("googlenet", 64, 2),
+    ("inception-v4", 48, 2),
+    ("resnet-18", 32, 2),
+    ("resnet-50", 64, 2),
+    ("resnet-152", 32, 2),
+    ("wrn-28-10", 8, 2),
+    ("densenet-121", 32, 2),
+    ("unet", 32, 1),
+    ("vit-b16", 16, 2),
+    ("gpt-2x64", 64, 2),
+)
+
+
+def training_of(name: str, size: int, batch: int) -> Make:
+    network = find(name)
+    classes = network.classes if network.kind == "text" else 10
+
+    def make() -> Training:
+        model = network.build(size, classes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+        def run(k: int) -> torch.Tensor:
+            x, y = network.sample(batch, size, classes, torch.Generator().manual_seed(k))
+            loss = network.loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    return make
