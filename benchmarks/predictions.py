@@ -46,10 +46,10 @@ class Prediction:
 
     Attributes:
         share: the budget over the plain peak.
-        same_plan_steps: measured steps under the last plan; times are medians of those.
+        same_plan_steps: measured steps under the last plan; times in seconds are medians of those.
         highest_peak_bytes: of all measured steps, whatever their plan.
         peak_ratio: highest measured peak under the last plan over the predicted one.
-        time_ratio: measured over predicted step time.
+        time_ratio: median over all measured steps of their time over what was predicted before the step began.
         time_ratio_in_plain_steps: the same with each side divided by its plain step: the measured one by the plain
             steps that took turns, the predicted one by what the plan takes a plain step for.
         note: why there are no figures; None if there are.
@@ -155,7 +155,11 @@ def _compare(options: Options, bounds: Bounds, budget: int, managed: Run, plain:
         predicted_step_seconds=last.predicted_step_seconds,
         plain_step_seconds=plain.seconds,
         predicted_plain_step_seconds=managed.plan.plain_step_seconds,
-        time_ratio=seconds / last.predicted_step_seconds,
+        time_ratio=median(
+            item.seconds / item.summary.predicted_step_seconds
+            for item in managed.rows
+            if item.summary is not None and item.summary.predicted_step_seconds is not None
+        ),
         time_ratio_in_plain_steps=(seconds / plain.seconds) / predicted_in_plain_steps,
         last_summary=last,
     )

@@ -33,7 +33,7 @@ UNBOUNDED_BYTES = 1 << 62  # a budget that nothing reaches
 # glibc's settings that an open session chooses for itself (`runtime/tiers/heap.py`), for a plain run.
 HEAP_KEPT: Mapping[str, str] = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 
-SESSION_WARMUP = 4  # cold, recorded, planned anew, and one to see that it holds
+SESSION_WARMUP = 7  # cold, recorded, proofs of recipes, three that set the plan's times right, and one more
 PLAIN_WARMUP = 2  # cold, and one with the optimizer's state in its place
 _CLOSE_SECONDS = 20.0  # a process that was told to end and takes longer is killed
 _STDERR_TAIL = 400  # characters of what a process that died had to say
