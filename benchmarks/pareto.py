@@ -5,8 +5,8 @@
 Each peer trains in turns with plain PyTorch and with Outgrow at a budget of just the peak that was measured for the
 peer; and Outgrow trains at shares of the plain peak. Figures are ratios of medians of steps that took turns. An
 open session keeps large blocks on glibc's heap, which makes plain PyTorch faster as well: so plain runs both as it
-comes and with its heap kept, and peers as they come or with their heap kept (`--heap`). Writes JSON and a plot for each
-network.
+comes and with its heap kept, and peers as they come or with their heap kept (`--heap`). Writes JSON and a plot for
+each network.
 """
 
 from __future__ import annotations

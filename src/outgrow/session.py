@@ -24,6 +24,7 @@ from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
+from outgrow.planning.simulate import Prediction
 from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.executor import Executor, StepOutcome
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
@@ -249,6 +250,8 @@ class Session:
         if outcome.failure is not None:
             raise outcome.failure
         followed = self._expected
+        # What is learned below may change the plan.
+        prediction = followed.plan.simulate() if followed is not None and outcome.followed else None
         self._steps += 1
         self._recordings_left = max(0, self._recordings_left - 1)
         is_known_well = outcome.followed and followed is not None and followed.steady
@@ -266,7 +269,7 @@ class Session:
             (self._known(outcome.packs) or self._expected).seen += 1
         if followed is not None and self._expected is not None and followed.seen > self._expected.seen:
             self._expected = followed  # a smaller last batch: what comes most is what comes next
-        self._summarise(followed if outcome.followed else None, outcome)
+        self._summarise(followed, prediction, outcome)
 
     # --- learning ---
 
@@ -313,10 +316,12 @@ class Session:
             copy_cost_seconds_per_byte=(cost + (back.cost_per_byte() or cost)) / 2,
         )
 
-    def _summarise(self, kind: StepKind | None, outcome: StepOutcome) -> None:
+    def _summarise(self, kind: StepKind | None, prediction: Prediction | None, outcome: StepOutcome) -> None:
+        """`kind` is what the step was expected to be, `prediction` its plan's if the step followed that."""
         away = outcome.planned_bytes + outcome.evicted_bytes
-        prediction = None if kind is None else kind.plan.simulate()
-        peak = outcome.peak_bytes if outcome.watched or kind is None else kind.measured_peak
+        peak = outcome.peak_bytes
+        if kind is not None and prediction is not None and not outcome.watched:
+            peak = kind.measured_peak
         self._summary = Summary(
             policy=self._policy.name,
             budget_bytes=self.budget_bytes,
