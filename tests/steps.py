@@ -111,7 +111,7 @@ def budget_for(make: Make, share: float, *, least_moved_bytes: int = 1) -> int:
 
     problem = Problem(trace, hardware, problem_plan.budget_bytes, least_moved_bytes=least_moved_bytes)
     # The tests hold on to a few scalars and to the batch of the step before.
-    # The first step knows no gaps: nothing is parked in it.
+    # Not every policy parks: what the program holds counts as if it stayed.
     least = max(needed_curve(problem)) * 1.02 + 4096
     return int(max(plain_profile(trace).peak_bytes * share, least))
 
