@@ -128,7 +128,7 @@ def bounds_of(make: Make, *, least_moved_bytes: int = 1) -> tuple[int, int]:
 
     problem = Problem(trace, hardware, problem_plan.budget_bytes, least_moved_bytes=least_moved_bytes)
     # The tests hold on to a few scalars and to the batch of the step before.
-    # The first step knows no gaps: nothing is parked in it.
+    # Not every policy parks: what the program holds counts as if it stayed.
     least = int(max(needed_curve(problem)) * 1.02 + 4096)
     return plain_profile(trace).peak_bytes, least
 

@@ -122,7 +122,13 @@ class Session:
             least_moved_bytes,
         )
         self._executor = Executor(
-            self._ledger, self._pool, self._copies, self._resident, self.budget_bytes, self._too_small
+            self._ledger,
+            self._pool,
+            self._copies,
+            self._resident,
+            self.budget_bytes,
+            least_moved_bytes,
+            self._too_small,
         )
         self._hardware: Hardware | None = None
         self._kinds: list[StepKind] = []

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from outgrow.runtime.parking import Parking, tensors_within
+from outgrow.runtime.parking import Parking
+from outgrow.tracing.ops import tensors_within
 
 # After these somebody may hold the address of a tensor's memory.
 _LETS_OUT = frozenset(
@@ -66,6 +67,24 @@ class Access(TorchFunctionMode):
         if name == "__get__":  # shapes, flags, aliases: no data
             return func(*args, **kwargs)
         parking = self._parking
+        if func in _BACKWARD:
+            self._show(name, args, kwargs)
+            return self._run_backward(func, args, dict(kwargs))
+        # First of all: nothing that the function is given leaves to make room for the rest of it.
+        parking.enter(func, args, kwargs)
+        try:
+            self._show(name, args, kwargs)
+            # Torch's own code in Python calls functions that would be seen were the mode not off meanwhile.
+            takes_functions = isinstance(func, FunctionType) and name not in _TAKES_HOOKS
+            if takes_functions and any(isinstance(item, FunctionType) for item in (*args, *kwargs.values())):
+                parking.give_up()  # somebody else's code runs in there
+            return func(*args, **kwargs)
+        finally:
+            parking.leave()
+
+    def _show(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have back what a function is given, for good if it lets addresses out."""
+        parking = self._parking
         lets_out = name in _LETS_OUT
         if lets_out or parking.busy:
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
@@ -74,18 +93,6 @@ class Access(TorchFunctionMode):
                     parking.expose(found)
                 else:
                     parking.touch(found)
-        if func in _BACKWARD:
-            return self._run_backward(func, args, dict(kwargs))
-        if isinstance(func, FunctionType):
-            # Torch's own code in Python, which calls functions that would be seen were the mode not off meanwhile.
-            if name not in _TAKES_HOOKS and any(isinstance(item, FunctionType) for item in (*args, *kwargs.values())):
-                parking.give_up()  # somebody else's code runs in there
-            return func(*args, **kwargs)
-        parking.enter(args, kwargs)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            parking.leave()
 
     def _run_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a backward pass with the mode on: hooks and functions of the user's run in there.

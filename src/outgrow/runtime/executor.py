@@ -26,6 +26,7 @@ from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.care import NOTHING, Need, OpNeeds
 from outgrow.runtime.copies.cpu import CpuCopies
+from outgrow.runtime.demand import Demand
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.handles import Handle
 from outgrow.runtime.parking import Parking
@@ -89,6 +90,7 @@ class Executor:
         copies: CpuCopies,
         resident: ResidentSet,
         budget_bytes: int,
+        least_moved_bytes: int,
         too_small: Callable[[int, str], Exception],
     ) -> None:
         """`too_small` makes the error for an op at which so many bytes are needed at least."""
@@ -105,6 +107,7 @@ class Executor:
         self._reuser = Reuser(ledger, pool)
         self._parking = Parking(ledger, pool, copies, resident, self._make_room)
         pool.parked = self._parking
+        self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         self._recorder: Recorder | None = None
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
@@ -132,7 +135,10 @@ class Executor:
         self._ledger.work_here()
         self._kinds = kinds
         self._recorder = recorder
-        self._reset(plan, verdicts)
+        # A recorded step runs the plain ops: it does not fit by itself where its plan counts on others. And every op
+        # of it is seen, views too.
+        counts_on_more = plan is None or bool(plan.parks or plan.reuses)
+        self._reset(plan, verdicts, on_demand=watch and recorder is not None and counts_on_more)
         self._epoch += 1
         self._watched = watch
         self._modes = _len_torch_dispatch_stack()
@@ -154,6 +160,7 @@ class Executor:
         assert self._stack is not None
         with torch._C.DisableTorchFunction():
             self._parking.end()
+        self._peak = max(self._peak, self._ledger.live_bytes)
         seconds = time.perf_counter() - self._started
         self._stack.close()
         self._stack = None
@@ -180,7 +187,7 @@ class Executor:
         self._reset(None)
         return outcome
 
-    def _reset(self, plan: Plan | None, verdicts: Verdicts | None = None) -> None:
+    def _reset(self, plan: Plan | None, verdicts: Verdicts | None = None, *, on_demand: bool = False) -> None:
         self._tick = 0
         self._packs: list[int] = []
         self._numbers = 0
@@ -196,7 +203,8 @@ class Executor:
         self._actions = _actions(plan) if plan is not None else {}
         self._recomputer.begin(plan, self._kinds, verdicts or Verdicts())
         self._reuser.begin(plan, self._kinds)
-        self._parking.begin(plan, self._kinds)
+        self._parking.begin(plan, self._kinds, on_demand=on_demand)
+        self._demand.begin(on=on_demand)
 
     # --- the clock ---
 
@@ -248,6 +256,8 @@ class Executor:
                 return handle.tensor
             self._where = f"the unpacking for {node.name() if node is not None else 'a saved tensor'}"
             storage = self._pool.request(entry, self._make_room)
+            if self._demand.on:
+                self._demand.touched(entry.record)
             self._peak = max(self._peak, self._ledger.live_bytes)
             if this_step:
                 self._advance(Event.UNPACK, handle, entry)
@@ -308,7 +318,8 @@ class Executor:
             if action == "out":
                 self._pool.start_out(target, offset)
             elif action == "drop":
-                self._recomputer.drop(target, value)
+                with self._demand.paused():  # its recipe is tried beside the true value
+                    self._recomputer.drop(target, value)
             elif action == "release":
                 self._pool.wait_out(target)
             else:
@@ -333,7 +344,8 @@ class Executor:
 
     def rebuild(self, entry: Entry) -> torch.UntypedStorage:
         """Make a dropped value anew; the pool asks for it."""
-        return self._recomputer.rebuild(entry)
+        with self._demand.paused():
+            return self._recomputer.rebuild(entry)
 
     def _fetch(self, entry: Entry) -> torch.UntypedStorage:
         """A source of a recipe."""
@@ -382,7 +394,7 @@ class Executor:
         self._actions = {}
         self._reuser.begin(None, {})
         self._deferred.clear()
-        self._parking.give_up()
+        self._parking.depart()
         # The mode can join a step that began without it, but only where contexts end in the order in which they
         # began: not inside the backward pass, whose thread state is put back, and not inside a mode of the user's.
         in_backward = torch._C._current_graph_task_id() != -1
@@ -405,6 +417,9 @@ class Executor:
             see(tensor)
         if self._parking.busy:
             self._where = facts.name
+        if self._demand.on:
+            self._demand.before(facts, inputs)
+        if self._parking.busy:
             self._parking.touch(inputs)
         contents = self._recomputer.contents_before(self._op, facts, args, kwargs, inputs)
         number, newest = self._op, self._ledger.newest
@@ -440,6 +455,8 @@ class Executor:
             see(tensor)
         if self._parking.on:
             self._parking.ran(number, facts, inputs, written, outputs, newest)
+        if self._demand.on:
+            self._demand.ran(facts, inputs, written, outputs, newest)
         for record in written:
             record.writes += 1
         if contents is not None:
@@ -511,6 +528,8 @@ class Executor:
             return
         if self._parking.busy:
             self._parking.send_back(likely)
+        if self._demand.on:
+            self._demand.make_room(likely)
         if self._ledger.live_bytes + certain > self._budget:
             raise self._too_small(self._ledger.live_bytes + certain, self._where)
 

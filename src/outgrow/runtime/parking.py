@@ -23,7 +23,7 @@ from outgrow.runtime.tiers.disk import Slot
 from outgrow.runtime.tiers.heap import ResidentSet
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts
+from outgrow.tracing.ops import OpFacts, tensors_within
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Parking:
     """The parked storages of the step that runs.
 
     Attributes:
-        on: the step's plan parks something, and the step is still the plan's.
+        on: values may be parked: the step's plan does so, and the step is still the plan's; or it is on demand.
         nbytes: bytes that were sent out in this step.
         failure: what went wrong when everything came back, if anything did.
     """
@@ -67,10 +67,11 @@ class Parking:
         self._parked: dict[int, _Parked] = {}
         self.begin(None, {})
 
-    def begin(self, plan: Plan | None, kinds: Mapping[int, Kind]) -> None:
-        """A step begins. `kinds` has the training state by serial number."""
+    def begin(self, plan: Plan | None, kinds: Mapping[int, Kind], *, on_demand: bool = False) -> None:
+        """A step begins. `kinds` has the training state by serial number; `on_demand`: see `demand.py`."""
         self._kinds = kinds
-        self.on = plan is not None and bool(plan.parks)
+        self._on_demand = on_demand
+        self.on = on_demand or (plan is not None and bool(plan.parks))
         self.nbytes = 0
         self.failure: Exception | None = None
         self._births: dict[int, list[tuple[int, int]]] = {}
@@ -83,8 +84,8 @@ class Parking:
         self._exposed: set[int] = set()
         self._cancelled: list[_Parked] = []
         self._postponed: list[tuple[int, int]] = []
-        # Arguments of the functions in C++ that run now: some read memory past the dispatcher.
-        self._calls: list[tuple[Any, Any]] = []
+        # The functions that run now, with their arguments: some read memory past the dispatcher.
+        self._calls: list[tuple[Any, Any, Any]] = []
         self.is_watched: Callable[[], bool] = lambda: False
 
     def _look_out_for(self, values: Iterable[int], problem: Problem) -> None:
@@ -147,9 +148,14 @@ class Parking:
 
     # --- functions that run ---
 
-    def enter(self, args: Any, kwargs: Any) -> None:
-        """A function in C++ begins."""
-        self._calls.append((args, kwargs))
+    @property
+    def function(self) -> Any:
+        """PyTorch's function that runs, as Python code called it; None outside of any."""
+        return self._calls[-1][0] if self._calls else None
+
+    def enter(self, function: Any, args: Any, kwargs: Any) -> None:
+        """A function begins."""
+        self._calls.append((function, args, kwargs))
 
     def leave(self) -> None:
         """It is over."""
@@ -158,8 +164,10 @@ class Parking:
         for value, offset in postponed:
             self.start_out(value, offset)
 
-    def _is_argument(self, record: StorageRecord) -> bool:
-        return any(self._ledger.see(tensor) is record for call in self._calls for tensor in tensors_within(call))
+    def arguments(self) -> set[int]:
+        """The serial numbers of the storages that the running functions were given."""
+        records = (self._ledger.see(tensor) for call in self._calls for tensor in tensors_within(call))
+        return {record.serial for record in records if record is not None}
 
     # --- ticks ---
 
@@ -167,9 +175,11 @@ class Parking:
         """Start the copy out of a value, if all that is known of it allows that."""
         record = self._records.get(value)
         storage = None if record is None else record.storage()
-        if not self.on or record is None or storage is None or not self._may_leave(record, storage, value):
+        if record is None or storage is None or record.nbytes != self._sizes[value]:
             return
-        if self._is_argument(record):
+        if not self.may_leave(record, storage):
+            return
+        if record.serial in self.arguments():
             self._postponed.append((value, offset))
             return
         known = self._pool.copy_of(record)
@@ -182,17 +192,37 @@ class Parking:
             self.nbytes += record.nbytes
         self._parked[record.serial] = _Parked(record, record.nbytes, known.slot, storage, known)
 
-    def _may_leave(self, record: StorageRecord, storage: torch.UntypedStorage, value: int) -> bool:
+    def may_leave(self, record: StorageRecord, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage may be parked at all, if no function that runs was given it."""
         return (
-            record.serial in self._own
+            self.on
+            and record.serial in self._own
             and record.serial not in self._exposed
             and record.serial not in self._kinds
             and record.serial not in self._parked
-            and record.nbytes == storage.nbytes() == self._sizes[value]
+            and record.nbytes == storage.nbytes()
             and storage.resizable()
             and not storage.is_shared()
             and self.is_watched()
         )
+
+    def park(self, records: Sequence[StorageRecord]) -> None:
+        """Park storages that may leave, and wait until they are away.
+
+        Raises:
+            SpillError: a copy failed. Its value is still in memory.
+        """
+        leaving: list[Copy] = []
+        for record in records:
+            storage = record.storage()
+            assert storage is not None, "only what is alive may leave"
+            slot = self._pool.reserve(record.nbytes)
+            leaving.append(self._copies.out.submit(slot, storage.data_ptr()))
+            self._parked[record.serial] = _Parked(record, record.nbytes, slot, storage, leaving[-1])
+            self.nbytes += record.nbytes
+        for copy in leaving:
+            self._pool.wait_for(copy)
+        self.land()
 
     def start_in(self, value: int, room_ahead: int) -> bool:
         """Start a planned copy back; False while it and the coming `room_ahead` bytes do not fit the budget."""
@@ -242,7 +272,17 @@ class Parking:
             self._make_room(parked.nbytes)
             self._start_back(parked, may_evict=True)
         self._settle_in(parked)
-        del self._parked[record.serial]
+        self._forget(parked)
+
+    def restore_all(self) -> None:
+        """As `restore`, for whatever is parked."""
+        for parked in list(self._parked.values()):
+            self.restore(parked.record)
+
+    def _forget(self, parked: _Parked) -> None:
+        """It is parked no more: the place on the disk is free, unless a plan fixed it."""
+        del self._parked[parked.record.serial]
+        self._pool.release(parked.slot)
 
     @staticmethod
     def _is_away(parked: _Parked) -> bool:
@@ -260,7 +300,13 @@ class Parking:
         self._forget_cancelled()
 
     def _forget_cancelled(self) -> None:
-        self._cancelled = [item for item in self._cancelled if item.writing is not None and not item.writing.done]
+        under_way = []
+        for item in self._cancelled:
+            if item.writing is not None and not item.writing.done:
+                under_way.append(item)
+            else:
+                self._pool.release(item.slot)
+        self._cancelled = under_way
 
     def _start_back(self, parked: _Parked, *, may_evict: bool) -> None:
         storage = parked.record.storage()
@@ -305,13 +351,13 @@ class Parking:
         for parked in list(self._parked.values()):
             if parked.writing is not None and parked.writing.done:
                 if parked.writing.error is not None:
-                    del self._parked[parked.record.serial]
+                    self._forget(parked)
                     parked.writing.check()
                 self._empty(parked)
             elif parked.reading is not None and parked.reading.done and parked.reading.error is None:
                 self._settle_in(parked)
             elif parked.held is None and parked.record.storage() is None:
-                del self._parked[parked.record.serial]
+                self._forget(parked)
         self._forget_cancelled()
 
     def _empty(self, parked: _Parked) -> None:
@@ -358,13 +404,22 @@ class Parking:
 
     # --- the end ---
 
-    def give_up(self) -> None:
-        """The step is not the plan's: park no more, and bring back what there is room for.
+    def depart(self) -> None:
+        """The step is not the plan's: what was planned is over."""
+        self._postponed.clear()
+        if not self._on_demand:
+            self.give_up()
 
-        What does not fit comes back when somebody looks at it.
+    def give_up(self) -> None:
+        """Park no more, and bring back what there is room for.
+
+        What does not fit comes back when somebody looks at it. What left on demand may be read unseen from here on,
+        for all that is known: where it does not fit, that is an error.
         """
         self.on = False
         self._postponed.clear()
+        if self._on_demand:
+            self.restore_all()
         for parked in list(self._parked.values()):
             if not self._is_away(parked) or self._pool.make_room(parked.nbytes):
                 self.restore(parked.record)
@@ -377,11 +432,12 @@ class Parking:
                 self._come_back(parked)
             except (SpillError, DeviceOutOfMemory) as error:
                 self.failure = self.failure or error
+        for parked in list(self._parked.values()):
+            self._forget(parked)
         for parked in self._cancelled:
             assert parked.writing is not None
             parked.writing.wait()
-        self._parked.clear()
-        self._cancelled.clear()
+        self._forget_cancelled()
         self._records.clear()
         self._calls.clear()
         self._postponed.clear()
@@ -394,15 +450,3 @@ class Parking:
             self._pool.make_room(parked.nbytes)
             self._start_back(parked, may_evict=True)
         self._settle_in(parked)
-
-
-def tensors_within(item: Any) -> Iterable[torch.Tensor]:
-    """The tensors in lists, tuples and dictionaries, however deep."""
-    if isinstance(item, torch.Tensor):
-        yield item
-    elif isinstance(item, list | tuple):
-        for inner in item:
-            yield from tensors_within(inner)
-    elif isinstance(item, dict):
-        for inner in item.values():
-            yield from tensors_within(inner)

@@ -212,6 +212,14 @@ class Pool:
                 return entry.writing
         return None
 
+    def reserve(self, nbytes: int) -> Slot:
+        """A place in the file for what no plan foresaw, until it is released."""
+        return self._spill.reserve(nbytes)
+
+    def release(self, slot: Slot) -> None:
+        """Give a place back; what a plan fixed stays the plan's."""
+        self._spill.release(slot)
+
     def place(self, offset: int, nbytes: int) -> Slot:
         """The place in the file that the plan gave a value."""
         return self._spill.planned_slot(offset, nbytes)

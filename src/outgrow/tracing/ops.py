@@ -115,6 +115,18 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Ten
     return found
 
 
+def tensors_within(item: Any) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples and dictionaries, however deep."""
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, list | tuple):
+        for inner in item:
+            yield from tensors_within(inner)
+    elif isinstance(item, dict):
+        for inner in item.values():
+            yield from tensors_within(inner)
+
+
 def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that a call writes to, by the operator's schema."""
     for place in facts.writes:

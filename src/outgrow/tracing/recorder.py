@@ -112,7 +112,7 @@ class Recorder:
             if record is not None:
                 born[self._next_version(record, now)] = None
         new_bytes = 0
-        accumulates = in_backward and _accumulates_gradient()
+        accumulates = in_backward and accumulates_gradient()
         for tensor in outputs:
             record = self._ledger.see(tensor)
             if record is None:
@@ -347,7 +347,8 @@ class ModuleNames:
             self._stack.pop()
 
 
-def _accumulates_gradient() -> bool:
+def accumulates_gradient() -> bool:
+    """Whether the backward pass is at a node that adds to the gradient of a leaf."""
     node = torch._C._current_autograd_node()
     return node is not None and "AccumulateGrad" in node.name()
 

@@ -1,0 +1,154 @@
+"""What may leave in a recorded step when an op would not fit otherwise: parks on demand.
+
+A plan parks values in gaps between their uses, which it reads off a trace. Here nobody knows what comes: what the
+program holds and did not touch for longest leaves, and comes back for whoever touches it. Where a trace would show
+that code runs which the dispatcher does not see, everything is back before, and nothing leaves meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from outgrow.runtime.parking import Parking
+from outgrow.runtime.pool import Pool
+from outgrow.tracing.ledger import Ledger, StorageRecord
+from outgrow.tracing.ops import OpFacts
+from outgrow.tracing.recorder import accumulates_gradient
+
+_BLANK_FUNCTIONS = ("empty", "new_empty", "_empty")
+
+
+class Demand:
+    """The storages that may leave in the step that runs, least recently touched first.
+
+    Attributes:
+        on: the step is recorded, and may need more than its plan provides for, if it has one.
+    """
+
+    def __init__(self, ledger: Ledger, pool: Pool, parking: Parking, least_moved_bytes: int) -> None:
+        self._ledger = ledger
+        self._pool = pool
+        self._parking = parking
+        self._least_moved = least_moved_bytes
+        self.begin(on=False)
+
+    def begin(self, *, on: bool) -> None:
+        """A step begins."""
+        self.on = on
+        # Records alone: a hold on a storage would change the lifetimes that the recorder dates.
+        self._idle: OrderedDict[int, StorageRecord] = OrderedDict()
+        self._in_use: frozenset[int] = frozenset()
+        self._among_strangers = self._is_paused = False
+        # Blank memory that somebody asked for whom nobody sees fill it, or not yet.
+        self._blanks: set[int] = set()
+
+    # --- what the executor shows ---
+
+    def before(self, facts: OpFacts, inputs: Sequence[torch.Tensor]) -> None:
+        """An op is about to run on these tensors.
+
+        Raises:
+            BudgetTooSmall: it is a stranger, and what is parked does not fit beside it.
+            SpillError: what is parked could not be read back for a stranger.
+        """
+        self._in_use = frozenset(record.serial for record in self._records_of(inputs))
+        self._among_strangers = not facts.name.startswith("aten.") or not all(map(_is_plain, inputs))
+        if self._among_strangers or (facts.is_blank and not self._is_filled_by_torch()):
+            self._among_strangers = True
+            self._parking.restore_all()
+
+    def ran(
+        self,
+        facts: OpFacts,
+        inputs: Sequence[torch.Tensor],
+        written: Sequence[StorageRecord],
+        outputs: Sequence[torch.Tensor],
+        newest: int,
+    ) -> None:
+        """The op ran; storages with serial numbers above `newest` were first seen in its outputs."""
+        for record in written:
+            self._blanks.discard(record.serial)
+        for serial in self._in_use & self._idle.keys():
+            self._idle.move_to_end(serial)
+        fresh = [record for record in self._records_of(outputs) if record.serial > newest]
+        if self._among_strangers and facts.is_blank:
+            self._blanks.update(record.serial for record in fresh if record.nbytes)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._among_strangers or not all(map(_is_plain, outputs)):  # a sparse tensor reads what it was made of
+            self._parking.expose((*inputs, *outputs))
+        elif in_backward and accumulates_gradient():  # the gradient is training state from now on
+            for record in self._records_of(outputs):
+                self._idle.pop(record.serial, None)
+        elif facts.makes_outputs and not facts.is_blank and (in_backward or torch.is_grad_enabled()):
+            # What is made without gradients may be the optimizer's, and stay.
+            self._idle.update((item.serial, item) for item in fresh if item.nbytes >= self._least_moved)
+        self._in_use = frozenset()
+        self._among_strangers = False
+
+    def touched(self, record: StorageRecord) -> None:
+        """Somebody asked for the value in this storage and will read it soon."""
+        if record.serial in self._idle:
+            self._idle.move_to_end(record.serial)
+
+    # --- room ---
+
+    def make_room(self, need: int) -> None:
+        """Park the least recently touched until `need` more bytes fit the budget, as far as anything may leave.
+
+        Raises:
+            SpillError: something could not be written. It is still in memory.
+        """
+        excess = self._ledger.live_bytes + need - self._pool.budget_bytes
+        if self._is_paused or self._among_strangers or self._blanks:
+            return
+        in_use = self._in_use | self._parking.arguments()
+        chosen = []
+        for serial, record in list(self._idle.items()):
+            if excess <= 0:
+                break
+            storage = record.storage()
+            if storage is None:
+                del self._idle[serial]
+            elif (
+                serial not in in_use
+                and self._parking.may_leave(record, storage)
+                and not self._pool.is_reading(storage)
+            ):
+                chosen.append(record)
+                excess -= record.nbytes
+        if chosen:
+            self._parking.park(chosen)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing leaves meanwhile: somebody of ours reads storages whole, past the dispatcher."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _records_of(self, tensors: Iterable[torch.Tensor]) -> list[StorageRecord]:
+        return [record for record in map(self._ledger.see, tensors) if record is not None]
+
+    def _is_filled_by_torch(self) -> bool:
+        """Whether blank memory is asked for by PyTorch's own code, which fills it by ops that are seen."""
+        function = self._parking.function
+        if function is None:
+            return torch._C._current_graph_task_id() != -1 and accumulates_gradient()
+        is_op = isinstance(function, OpOverload | OpOverloadPacket)
+        return not is_op and not getattr(function, "__name__", "").startswith(_BLANK_FUNCTIONS)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether all that an op reads of a tensor is the storage that it shows: no sparse layout, no wrapper."""
+    return (
+        type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
