@@ -13,9 +13,11 @@ from outgrow.runtime.executor import StepOutcome
 from outgrow.runtime.recompute import Verdicts
 from outgrow.tracing.ir import Phase, Trace
 
-# Times are set right when the median of so many steps is this far from the prediction.
+# Times are set right when the median of so many steps is this far from the prediction, and another plan is searched
+# for when it is that far.
 _TIMED_STEPS = 3
-_TIME_TOLERANCE = 0.10
+_TIME_TOLERANCE = 0.05
+_SEARCH_TOLERANCE = 0.10
 # A step that peaks this much higher than predicted is recorded anew.
 _PEAK_TOLERANCE = 0.02
 # So often at most a kind is recorded anew, and so often its plan is searched for with other times: a machine whose
@@ -109,14 +111,14 @@ class Planner:
         kind.recent = [*kind.recent, (outcome.seconds, outcome.stall_seconds)][-_TIMED_STEPS:]
         seconds, stall = (median(column) for column in zip(*kind.recent, strict=True))
         own = prediction.step_seconds - prediction.stall_seconds
-        is_off = abs(seconds / prediction.step_seconds - 1) > _TIME_TOLERANCE
-        if len(kind.recent) < _TIMED_STEPS or not is_off or own <= 0 or seconds <= stall:
+        error = abs(seconds / prediction.step_seconds - 1)
+        if len(kind.recent) < _TIMED_STEPS or error <= _TIME_TOLERANCE or own <= 0 or seconds <= stall:
             return False
         kind.recent.clear()
         trace = _paced(kind.plan.problem.trace, (seconds - stall) / own)
         problem = replace(kind.plan.problem, trace=trace, hardware=hardware)
         kind.plan = replace(kind.plan, problem=problem)
-        if keeps_everything(kind.plan) or kind.searches >= _MOST_SEARCHES:
+        if error <= _SEARCH_TOLERANCE or keeps_everything(kind.plan) or kind.searches >= _MOST_SEARCHES:
             return False
         kind.searches += 1
         other = self.plan(replace(problem, budget_bytes=budget_bytes))

@@ -1,0 +1,136 @@
+"""What becomes of a plan whose steps turn out otherwise than predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import outgrow
+from outgrow.learning import Planner, StepKind
+from outgrow.planning.plan import Plan
+from outgrow.planning.policies import find
+from outgrow.runtime.executor import StepOutcome
+from outgrow.tracing.ir import Phase
+from test_auto import GPU, NO_LINK, trace_of
+
+QUIET = StepOutcome(
+    peak_bytes=0,
+    seconds=0.0,
+    stall_seconds=0.0,
+    recompute_seconds=0.0,
+    planned_bytes=0,
+    evicted_bytes=0,
+    recomputed_bytes=0,
+    saved_bytes=0,
+    oom_retries=0,
+    fault_level=0,
+    watched=True,
+    blind=False,
+    followed=True,
+    proved=False,
+    packs=(),
+)
+
+
+@pytest.fixture(scope="module")
+def trace() -> outgrow.Trace:
+    return trace_of((16, 32, 32, 64), residual=False)
+
+
+def kind_of(trace: outgrow.Trace, share: float = 0.6) -> tuple[StepKind, int]:
+    """A steady kind of step at a share of the plain peak, and its budget in bytes."""
+    keep = outgrow.plan(trace, budget=1 << 60, policy="keep", hardware=GPU)
+    budget = int(max(share * keep.simulate().peak_bytes, 1.05 * keep.least_budget_bytes))
+    plan = Planner(find("auto")).plan(replace(keep.problem, budget_bytes=budget))
+    return StepKind((), plan, steady=True, measured_peak=0, plan_seconds=0.0), budget
+
+
+def measure(
+    kind: StepKind,
+    budget: int,
+    steps: int,
+    *,
+    pace: float = 1.0,
+    peak: float = 1.0,
+    hardware: outgrow.Hardware = GPU,
+    proved: bool = False,
+) -> list[bool]:
+    """Steps that take `pace` times what the plan says now, and peak at `peak` times that; which changed the plan."""
+    seconds = pace * kind.plan.simulate().step_seconds
+    high = int(peak * kind.plan.simulate().peak_bytes)
+    stall = kind.plan.simulate().stall_seconds
+    outcome = replace(QUIET, seconds=seconds, stall_seconds=stall, peak_bytes=high, proved=proved)
+    return [Planner(find("auto")).compare(kind, outcome, hardware, budget) for _ in range(steps)]
+
+
+def moves(plan: Plan) -> tuple[object, ...]:
+    return plan.offloads, plan.recomputes, plan.parks, plan.reuses
+
+
+def test_a_machine_that_became_slower_is_believed_without_recording(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    before = kind.plan.simulate().step_seconds
+    measure(kind, budget, 3, pace=1.3)
+    assert kind.plan.simulate().step_seconds == pytest.approx(1.3 * before, rel=0.02)
+    assert kind.steady
+
+
+def test_a_small_error_changes_times_and_nothing_else(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    before = kind.plan
+    assert measure(kind, budget, 3, pace=1.07) == [False] * 3
+    assert kind.plan.simulate().step_seconds == pytest.approx(1.07 * before.simulate().step_seconds, rel=0.02)
+    assert moves(kind.plan) == moves(before)
+    assert kind.searches == 0
+
+
+@pytest.mark.parametrize(("steps", "pace", "proved"), [(2, 1.5, False), (5, 1.03, False), (9, 2.0, True)])
+def test_few_steps_small_errors_and_steps_that_prove_recipes_change_nothing(
+    trace: outgrow.Trace, steps: int, pace: float, proved: bool
+) -> None:
+    kind, budget = kind_of(trace)
+    before = kind.plan
+    measure(kind, budget, steps, pace=pace, proved=proved)
+    assert kind.plan is before
+
+
+def test_where_the_disk_became_slow_another_plan_is_taken(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    before = kind.plan
+    assert before.offloads
+    changed = measure(kind, budget, 3, pace=1.5, hardware=NO_LINK)
+    assert changed == [False, False, True]
+    assert len(kind.plan.offloads) < len(before.offloads)
+
+
+def test_plans_are_searched_for_four_times_at_most_but_times_stay_right(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    for pace in (2.0, 0.5) * 4:
+        wanted = pace * kind.plan.simulate().step_seconds
+        measure(kind, budget, 3, pace=pace)
+        assert kind.plan.simulate().step_seconds == pytest.approx(wanted, rel=0.05)
+    assert kind.searches == 4
+
+
+def test_a_peak_that_was_not_foreseen_is_recorded_four_times_at_most(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    for number in range(6):
+        measure(kind, budget, 1, peak=1.03)
+        assert kind.steady == (number >= 4)
+        kind.steady = True
+
+
+def test_proofs_last_while_the_forward_pass_is_the_same(trace: outgrow.Trace) -> None:
+    kind, _ = kind_of(trace)
+    kind.verdicts.good.add(3)
+
+    def learn(recorded: outgrow.Trace) -> None:
+        plan = replace(kind.plan, problem=replace(kind.plan.problem, trace=recorded))
+        kind.learn(plan, steady=True, measured_peak=0, plan_seconds=0.0)
+
+    learn(trace.with_ops([replace(op, seconds=1.0) for op in trace.ops]))
+    assert kind.verdicts.good == {3}
+    first = next(number for number, op in enumerate(trace.ops) if op.phase is Phase.FORWARD)
+    learn(trace.with_ops([replace(op, name="aten.other") if n == first else op for n, op in enumerate(trace.ops)]))
+    assert not kind.verdicts.good
