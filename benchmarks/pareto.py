@@ -256,6 +256,7 @@ def run(name: str, given: argparse.Namespace) -> None:
         batch=given.batch or batch,
         image_size=given.image_size or image_size,
         channels_last=given.channels_last,
+        momentum=given.momentum,
     )
     began = time.perf_counter()
     bench = Bench(options, given)
@@ -270,6 +271,7 @@ def run(name: str, given: argparse.Namespace) -> None:
             "network": network.name,
             "batch": options.batch,
             "image_size": options.image_size,
+            "momentum": options.momentum,
             "channels_last": options.channels_last,
             "policy": given.policy,
             "heap_of_peers": given.heap,
@@ -301,6 +303,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--image-size", type=int)
     parser.add_argument("--channels-last", action="store_true", help="all in that memory format; no gpt by default")
+    parser.add_argument("--momentum", type=float, help="of sgd; default: 0.9")
     parser.add_argument("--policy", default="auto", help="Outgrow's policy")
     parser.add_argument("--rounds", type=int, default=4, help="how often all take turns")
     parser.add_argument("--steps", type=int, default=1, help="measured steps of a turn")

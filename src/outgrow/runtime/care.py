@@ -75,6 +75,8 @@ def _item_signature(item: Any) -> Hashable:
         if item.is_nested:
             return (item.dtype, id(item))
         return (item.dtype, item.shape, item.stride() if item.layout is torch.strided else item.layout)
+    if item is None or isinstance(item, bool | int):
+        return item
     if isinstance(item, list | tuple):
         return _signature(item)
     if isinstance(item, float | complex):  # a number changes no sizes, and may be another one in every step

@@ -28,7 +28,7 @@ from outgrow.runtime.care import NOTHING, Need, OpNeeds
 from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.dice import Dice
-from outgrow.runtime.handles import Handle
+from outgrow.runtime.handles import Handle, node_that_unpacks
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Recomputer, Verdicts
@@ -242,8 +242,7 @@ class Executor:
             return self._unpack(handle)
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
-        node = torch._C._current_autograd_node()
-        handle.check_version(node.name() if node is not None else "")
+        handle.check_version()
         this_step = handle.epoch == self._epoch
         if self._recorder is not None and this_step:
             self._recorder.unpacked(handle.recorded)
@@ -254,7 +253,7 @@ class Executor:
                     self._advance(Event.UNPACK, handle, None)
                 assert handle.tensor is not None
                 return handle.tensor
-            self._where = f"the unpacking for {node.name() if node is not None else 'a saved tensor'}"
+            self._where = ""  # names of nodes take time: asked for where somebody reads them
             storage = self._pool.request(entry, self._make_room)
             if self._demand.on:
                 self._demand.touched(entry.record)
@@ -438,7 +437,8 @@ class Executor:
             written = [record for record in records if record is not None]
             self._recomputer.before_write(written)
             for record in written:
-                self._parking.before_write(record)
+                if self._parking.busy:
+                    self._parking.before_write(record)
                 self._pool.written(record)
         before = self._ledger.live_bytes
         started = time.perf_counter()
@@ -531,7 +531,8 @@ class Executor:
         if self._demand.on:
             self._demand.make_room(likely)
         if self._ledger.live_bytes + certain > self._budget:
-            raise self._too_small(self._ledger.live_bytes + certain, self._where)
+            where = self._where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
+            raise self._too_small(self._ledger.live_bytes + certain, where)
 
 
 class _Watch(TorchDispatchMode):

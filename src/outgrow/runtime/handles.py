@@ -69,10 +69,11 @@ class Handle:
         self.tensor = None
         alias.data = nothing  # drops the memory and keeps the version counter
 
-    def check_version(self, node: str) -> None:
+    def check_version(self) -> None:
         """Raise what plain PyTorch raises when a saved tensor was changed in place since it was saved."""
         now = self.ghost._version
         if now != self._version:
+            node = node_that_unpacks()
             kind = str(self._dtype).removeprefix("torch.")
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
@@ -88,3 +89,9 @@ class Handle:
 
     def __del__(self) -> None:
         self.owner.released(self)
+
+
+def node_that_unpacks() -> str:
+    """The name of the autograd node that runs on this thread; empty where none does."""
+    node = torch._C._current_autograd_node()
+    return node.name() if node is not None else ""

@@ -114,8 +114,9 @@ class Recomputer:
             with torch._C._DisableTorchDispatch():
                 for record in written:
                     self._save_readers_of(record)
-        for record in written:
-            self._entry_at.pop(contents_of(record), None)
+        if self._entry_at:
+            for record in written:
+                self._entry_at.pop(contents_of(record), None)
 
     def _save_readers_of(self, record: StorageRecord) -> None:
         readers = [

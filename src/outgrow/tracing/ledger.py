@@ -72,13 +72,15 @@ class Ledger:
 
     def see(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record of a tensor's storage, made if it is new; None for what has no storage on the device."""
-        if tensor.device.type != self.device_type:
-            return None
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # sparse and opaque layouts
             return None
-        return self.see_storage(storage)
+        # Most were seen before, and each op asks for all of its arguments.
+        record = self._records.get(storage._cdata)
+        if record is not None and record.ref is not None and record.nbytes == storage.nbytes():
+            return record
+        return self.see_storage(storage) if tensor.device.type == self.device_type else None
 
     def see_storage(self, storage: torch.UntypedStorage) -> StorageRecord:
         """As `see`, for a storage that is known to be on the device."""

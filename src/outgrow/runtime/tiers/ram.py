@@ -39,6 +39,7 @@ class Buffers:
         self._size = 0 if self._region is None else size
         self._used: list[_Range] = []  # by address, as are all lists of ranges here
         self._touched: list[_Range] = []  # whose pages are there; no two of them meet
+        self._idle = 0
         self._in_use: dict[weakref.ref[torch.UntypedStorage], _Range] = {}
         # Storages die on any thread (a collector runs anywhere): what they leave is taken in on the training's.
         self._left: SimpleQueue[_Range] = SimpleQueue()
@@ -47,7 +48,7 @@ class Buffers:
     def idle_bytes(self) -> int:
         """Bytes whose pages are there and that no value uses."""
         self._take_in()
-        return _length(self._touched) - _length(self._used)
+        return self._idle
 
     def take(self, nbytes: int, phase: int) -> torch.UntypedStorage:
         """A storage of exactly `nbytes` whose address is `phase` bytes after the start of a page.
@@ -70,6 +71,7 @@ class Buffers:
         storage = _window(self._region, nbytes, place[0] + phase)
         insort(self._used, place)
         self._touched = _with(self._touched, place)
+        self._idle -= need - fresh
         self._in_use[weakref.ref(storage, self._done_with)] = place
         return storage
 
@@ -85,6 +87,7 @@ class Buffers:
                 start = max(start, stop - _whole_pages(nbytes))
                 self._region.madvise(mmap.MADV_DONTNEED, start, stop - start)
                 self._touched = _without(self._touched, (start, stop))
+                self._idle -= stop - start
                 nbytes -= stop - start
 
     def close(self) -> None:
@@ -92,7 +95,7 @@ class Buffers:
         self.shed(self.idle_bytes)
         self._region, self._size = None, 0
         self._in_use.clear()
-        self._used, self._touched = [], []
+        self._used, self._touched, self._idle = [], [], 0
 
     def _gaps(self) -> Iterator[_Range]:
         end = 0
@@ -113,6 +116,7 @@ class Buffers:
             place = self._left.get()
             if place in self._used:  # else the region was closed meanwhile
                 self._used.remove(place)
+                self._idle += place[1] - place[0]
 
 
 def _whole_pages(nbytes: int) -> int:
