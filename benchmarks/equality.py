@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from cases import CASES, training_of
 from steps import Make, RecomputeAll, Result, bounds_of, train_in_session, train_plain
 
+_CASES = (*CASES, ("vgg-116", 32, 1))
 _STEPS = 4
 _SHARE = 0.6
 _LEAST_MOVED_BYTES = 4096
@@ -91,7 +92,7 @@ def compare(row: Comparison, make: Make, plain: Result) -> Comparison:
 
 def compare_all(name: str, policies: Sequence[str]) -> list[Comparison]:
     """One network under all policies; a line is printed for each."""
-    size, batch = next(case[1:] for case in CASES if case[0] == name)
+    size, batch = next(case[1:] for case in _CASES if case[0] == name)
     make = training_of(name, size, batch)
     plain = train_plain(make, _STEPS)
     plain_peak, least = bounds_of(make, least_moved_bytes=_LEAST_MOVED_BYTES)
@@ -117,7 +118,7 @@ def _in_words(row: Comparison) -> str:
 
 def main() -> int:
     """Compare, print, and write the figures; the exit status."""
-    networks = [case[0] for case in CASES]
+    networks = [case[0] for case in _CASES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=networks, default=networks, metavar="NAME")
     parser.add_argument("--policies", nargs="+", choices=list(_POLICIES), default=list(_POLICIES), metavar="NAME")

@@ -187,8 +187,12 @@ def test_a_step_that_raised_leaves_nothing_behind(training: Training, where: str
 def test_an_interrupted_step_leaves_nothing_behind(training: Training) -> None:
     before = surroundings(training)
     training.model.second[2].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
-    with training.session() as session, pytest.raises(KeyboardInterrupt):
-        training.steps(session, range(1))
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background begin without it
+    try:
+        with training.session() as session, pytest.raises(KeyboardInterrupt):
+            training.steps(session, range(1))
+    finally:
+        signal.signal(signal.SIGINT, usual)
     training.model.second[2]._forward_hooks.clear()
     assert surroundings(training) == before
 
