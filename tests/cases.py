@@ -7,8 +7,8 @@ import torch
 from outgrow.networks import find
 from steps import Make, Training
 
-# Name, input size, batch: small inputs, and small depths for the deepest. Every builder of the list is here; deep VGGs
-# are nearly all state, and take minutes.
+# Name, input size, batch: small inputs, and small depths for the deepest. Every builder of the list is here; deep
+# VGGs are nearly all state, and take minutes.
 CASES = (
     ("alexnet", 64, 2),
     ("overfeat", 32, 1),
