@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import scipy.optimize  # noqa: F401 - it and the next change the filters of warnings when they are first loaded
 import torch
+import torch._dynamo
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as module_hooks
