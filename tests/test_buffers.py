@@ -49,6 +49,17 @@ def test_pages_are_asked_for_once() -> None:
     assert asked == [8 * PAGE, 3 * PAGE]
 
 
+def test_pages_between_others_that_were_given_back_are_asked_for_again() -> None:
+    asked: list[int] = []
+    buffers = Buffers(BUDGET, asked.append)
+    held = [buffers.take(2 * PAGE, 0) for _ in range(3)]
+    del held[1]
+    buffers.shed(2 * PAGE)
+    asked.clear()
+    held += [buffers.take(PAGE, 0), buffers.take(PAGE, 0)]
+    assert asked == [PAGE, PAGE]
+
+
 def test_what_a_thread_lets_go_of_is_free() -> None:
     buffers = Buffers(BUDGET, no_matter)
     held = [buffers.take(8 * PAGE, 0)]
