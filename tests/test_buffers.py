@@ -56,8 +56,8 @@ def test_pages_between_others_that_were_given_back_are_asked_for_again() -> None
     del held[1]
     buffers.shed(2 * PAGE)
     asked.clear()
-    held += [buffers.take(PAGE, 0), buffers.take(PAGE, 0)]
-    assert asked == [PAGE, PAGE]
+    held += [buffers.take(3 * PAGE, 0), buffers.take(PAGE, 0), buffers.take(PAGE, 0)]  # behind, between, between
+    assert asked == [3 * PAGE, PAGE, PAGE]
 
 
 def test_what_a_thread_lets_go_of_is_free() -> None:
