@@ -25,7 +25,6 @@ from torch.nn.modules import module as module_hooks
 import outgrow
 from conftest import child_command, open_files
 from outgrow import SessionError
-from outgrow.runtime.tiers.heap import Heap, ResidentSet
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -419,14 +418,3 @@ def test_a_closed_session_can_be_asked_for_its_figures_but_not_for_steps(trainin
     assert session.summary().step_seconds > 0
     with pytest.raises(SessionError, match="closed"):
         training.steps(session, range(2, 3))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_the_heap_grows_ahead_without_taking_pages() -> None:
-    room, resident = Heap(), ResidentSet(0, 1)
-    with outgrow.Session(Faulty(), budget="1GiB"):  # large blocks are kept on the heap while it is open
-        before = resident.current_bytes()
-        room.ask_for_huge_pages()
-        assert not room.has_grown()
-        assert resident.current_bytes() - before < Heap._AHEAD_BYTES // 8
-    resident.close()

@@ -30,7 +30,7 @@ from outgrow.runtime.executor import Executor, StepOutcome
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.tiers.disk import SpillFile
-from outgrow.runtime.tiers.heap import ResidentSet
+from outgrow.runtime.tiers.ram import Ram
 from outgrow.summary import Summary
 from outgrow.tracing.capture import as_sequence, storage_kinds, training_state
 from outgrow.tracing.ir import Kind, Trace
@@ -110,13 +110,13 @@ class Session:
         self._least_moved = least_moved_bytes
         self._spill = SpillFile(spill_dir, allow_tmpfs=allow_tmpfs)
         self._copies = CpuCopies(self._spill)
-        self._resident = ResidentSet(psutil.Process().memory_info().rss - self._ledger.live_bytes, self.budget_bytes)
+        self._ram = Ram(psutil.Process().memory_info().rss - self._ledger.live_bytes, self.budget_bytes)
         self._pool = Pool(
             self._ledger,
             self.budget_bytes,
             self._spill,
             self._copies,
-            self._resident,
+            self._ram,
             self._arrived,
             self._rebuild,
             least_moved_bytes,
@@ -125,7 +125,7 @@ class Session:
             self._ledger,
             self._pool,
             self._copies,
-            self._resident,
+            self._ram,
             self.budget_bytes,
             least_moved_bytes,
             self._too_small,
@@ -190,7 +190,7 @@ class Session:
         try:
             self._pool.close()
         finally:
-            self._resident.close()
+            self._ram.close()
             self._ledger.close()
 
     def __enter__(self) -> Session:

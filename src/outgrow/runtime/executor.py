@@ -33,7 +33,7 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Recomputer, Verdicts
 from outgrow.runtime.reuse import Reuser
-from outgrow.runtime.tiers.heap import ResidentSet
+from outgrow.runtime.tiers.ram import Ram
 from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
@@ -88,7 +88,7 @@ class Executor:
         ledger: Ledger,
         pool: Pool,
         copies: CpuCopies,
-        resident: ResidentSet,
+        ram: Ram,
         budget_bytes: int,
         least_moved_bytes: int,
         too_small: Callable[[int, str], Exception],
@@ -96,7 +96,7 @@ class Executor:
         """`too_small` makes the error for an op at which so many bytes are needed at least."""
         self._ledger = ledger
         self._pool = pool
-        self._resident = resident
+        self._ram = ram
         self._budget = budget_bytes
         self._too_small = too_small
         self._needs = OpNeeds()
@@ -105,7 +105,7 @@ class Executor:
         self._kinds: Mapping[int, Kind] = {}
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again)
         self._reuser = Reuser(ledger, pool)
-        self._parking = Parking(ledger, pool, copies, resident, self._make_room)
+        self._parking = Parking(ledger, pool, copies, ram, self._make_room)
         pool.parked = self._parking
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         self._recorder: Recorder | None = None
@@ -142,7 +142,7 @@ class Executor:
         self._epoch += 1
         self._watched = watch
         self._modes = _len_torch_dispatch_stack()
-        self._pool.begin_step()
+        self._pool.reset_counters()
         self._ledger.on_death = recorder.died if recorder is not None else None
         self._peak = self._ledger.live_bytes
         with ExitStack() as stack:
@@ -232,7 +232,7 @@ class Executor:
                 self._recomputer.packed(record, entry)
             self._packs.append(handle.nbytes)
             if not self._watched and handle.number % _PACKS_PER_LOOK == 0:
-                self._resident.make_room(0)
+                self._ram.make_room(0)
             self._advance(Event.PACK, handle, entry)
         return handle
 
@@ -377,13 +377,13 @@ class Executor:
         """Make room for an op in the budget and in the resident set."""
         if self._parking.busy:
             self._parking.land()
-        if self._pool.held_bytes + need.likely_bytes > self._budget:
+        if self._ledger.live_bytes + need.likely_bytes > self._budget:
             self._where = facts.name
             self._make_room(need.likely_bytes, need.certain_bytes)
         else:
             self._pool.land()
         if need.likely_bytes >= _LARGE_RISE_BYTES:
-            self._resident.make_room(need.likely_bytes)
+            self._ram.make_room(need.likely_bytes)
 
     # --- leaving the plan ---
 

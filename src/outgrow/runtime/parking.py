@@ -20,7 +20,7 @@ from outgrow.planning.problem import Problem
 from outgrow.runtime.copies.cpu import Copy, CpuCopies
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.tiers.disk import Slot
-from outgrow.runtime.tiers.heap import ResidentSet
+from outgrow.runtime.tiers.ram import Ram
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, tensors_within
@@ -55,14 +55,14 @@ class Parking:
         ledger: Ledger,
         pool: Pool,
         copies: CpuCopies,
-        resident: ResidentSet,
+        ram: Ram,
         make_room: Callable[[int], None],
     ) -> None:
         """`make_room` is called before a copy back that somebody waits for, and raises where there is none."""
         self._ledger = ledger
         self._pool = pool
         self._copies = copies
-        self._resident = resident
+        self._ram = ram
         self._make_room = make_room
         self._parked: dict[int, _Parked] = {}
         self.begin(None, {})
@@ -312,7 +312,7 @@ class Parking:
         storage = parked.record.storage()
         if storage is None:  # nobody wants it any more
             return
-        self._resident.make_room(parked.nbytes)
+        self._ram.make_room(parked.nbytes)
         while True:
             try:
                 storage.resize_(parked.nbytes)

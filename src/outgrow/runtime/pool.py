@@ -19,10 +19,8 @@ from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.planning.plan import Replay
 from outgrow.planning.recipes import burst
 from outgrow.runtime.copies.cpu import Copy, CpuCopies
-from outgrow.runtime.tiers import heap
 from outgrow.runtime.tiers.disk import Slot, SpillFile
-from outgrow.runtime.tiers.heap import ResidentSet
-from outgrow.runtime.tiers.ram import Buffers
+from outgrow.runtime.tiers.ram import Ram
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.units import format_bytes
 
@@ -101,7 +99,7 @@ class Pool:
         budget_bytes: int,
         spill: SpillFile,
         copies: CpuCopies,
-        resident: ResidentSet,
+        ram: Ram,
         on_arrival: Callable[[Entry], None],
         rebuild: Callable[[Entry], torch.UntypedStorage],
         least_moved_bytes: int,
@@ -112,7 +110,7 @@ class Pool:
         self._rebuild = rebuild
         self._least_moved = least_moved_bytes
         self._spill = spill
-        self._buffers = Buffers(budget_bytes, resident.make_room)
+        self._ram = ram
         self._copies = copies
         self._entries: dict[tuple[int, int], Entry] = {}
         self._recent: OrderedDict[Entry, None] = OrderedDict()
@@ -123,13 +121,6 @@ class Pool:
         self.parked: Parked | None = None
         # Copies back whose value nobody wants any more; their memory may go when they are done.
         self._abandoned: list[tuple[Copy, torch.UntypedStorage]] = []
-        self._blocks = heap.LargeBlocks()
-        self.reset_counters()
-
-    def begin_step(self) -> None:
-        """Free what a forward pass has no use for, and start counting anew."""
-        # Buffers wait for values on their way back. None comes soon, and the heap has better use for the pages.
-        self._buffers.shed(self._buffers.idle_bytes)
         self.reset_counters()
 
     def reset_counters(self) -> None:
@@ -142,11 +133,6 @@ class Pool:
     def budget_bytes(self) -> int:
         """The most that live bytes may reach."""
         return self._budget
-
-    @property
-    def held_bytes(self) -> int:
-        """Live bytes, and what waits to be used again."""
-        return self._ledger.live_bytes + self._buffers.idle_bytes
 
     def entries(self) -> Iterator[Entry]:
         """All entries, in no particular order."""
@@ -472,7 +458,7 @@ class Pool:
     def _start_in(self, entry: Entry, *, may_evict: bool) -> None:
         slot = entry.slot
         assert slot is not None, "a value that is away has a slot"
-        storage = self._allocate(slot, may_evict=may_evict)
+        storage = self._allocate(slot.nbytes, may_evict=may_evict)
         entry.storage = storage
         self._forget_place(entry)
         entry.record = self._ledger.see_storage(storage)
@@ -481,17 +467,17 @@ class Pool:
         self._touch(entry)
         self._on_arrival(entry)
 
-    def _allocate(self, slot: Slot, *, may_evict: bool) -> torch.UntypedStorage:
+    def _allocate(self, nbytes: int, *, may_evict: bool) -> torch.UntypedStorage:
         with torch._C._DisableTorchDispatch():
             while True:
                 try:
-                    return self._buffers.take(slot.nbytes, slot.phase)
+                    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
                 except (RuntimeError, MemoryError, OSError) as error:
                     if not is_out_of_memory(error):
                         raise
                     if not may_evict:
                         raise DeviceOutOfMemory("no memory for a saved value that was to come back") from error
-                    self.page_fault(error, slot.nbytes, "a saved value on its way back")
+                    self.page_fault(error, nbytes, "a saved value on its way back")
 
     def page_fault(self, error: BaseException, nbytes: int, what: str) -> None:
         """The allocator refused memory to `what`: send something away, so that it can ask again.
@@ -499,25 +485,20 @@ class Pool:
         Raises:
             DeviceOutOfMemory: nothing is left that could leave.
         """
-        self._blocks.keep_apart()
         self.faults += 1
         self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
-        idle = self._buffers.idle_bytes
-        self._buffers.shed(idle)
-        heap.give_back()
+        relieved = self._ram.relieve()
         evicted = self.evict(max(nbytes, self._ledger.live_bytes // _FAULT_SHARE))
-        self._buffers.shed(self._buffers.idle_bytes)  # what left may have lain in buffers
-        if not evicted and not idle:
+        if not evicted and not relieved:
             raise DeviceOutOfMemory(
                 f"{what} found no memory and nothing is left to evict: {self.holdings()}."
                 f" The allocator said: {str(error).splitlines()[0]}"
             ) from error
-        heap.give_back()
+        self._ram.relieve()
 
     def make_room(self, need: int) -> bool:
         """Send the least recently used away until `need` more bytes fit the budget; whether they do now."""
         self.land()
-        self._buffers.shed(self.held_bytes + need - self._budget)
         while (excess := self._ledger.live_bytes + need - self._budget) > 0:
             if not self._send_away(excess):
                 return False
@@ -609,8 +590,6 @@ class Pool:
             self._recent.clear()
             self._at.clear()
             self._spill.close()
-            self._blocks.close()
-            self._buffers.close()
         if failure is not None:
             raise failure
 

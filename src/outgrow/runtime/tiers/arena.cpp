@@ -1,0 +1,284 @@
+// The memory of CPU tensors while a session is open: one region of addresses, cut by best fit, whose pages stay.
+//
+// glibc's heap cannot hold a budget and be fast as well. It asks for 96 bytes more than an aligned block has, so that a
+// block never fits the hole of one like it, and gives free pages back all at once or not at all. This allocator knows
+// which pages are there and which of them are free: an allocation goes where pages are, and where new ones would lift
+// the resident set over its limit, just as many go back as are needed, those first that were free for longest.
+//
+// Small blocks, and all blocks while no session is open, are PyTorch's own allocator's.
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+namespace {
+
+constexpr size_t kPage = 4096;           // what a block's address and size are multiples of
+constexpr size_t kGranule = 64 << 10;    // pages come and go by so many bytes
+constexpr size_t kLeastBlock = 64 << 10; // smaller ones leave no holes worth speaking of
+constexpr size_t kSpare = 8 << 20;       // given back beyond what is needed: giving back takes a system call
+constexpr size_t kGrowth = 16 << 20;     // addresses that are made usable at a time
+constexpr int kTries = 24;               // gaps that are looked at for one block
+
+size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+
+class Arena final : public c10::Allocator {
+ public:
+  Arena(c10::Allocator* base, char* begin, size_t nbytes)
+      : base_(base), begin_(begin), nbytes_(nbytes), granules_(nbytes / kGranule) {
+    add_gap(0, nbytes_);
+  }
+
+  c10::DataPtr allocate(size_t n) override;
+  c10::DeleterFnPtr raw_deleter() const override { return &Arena::release; }
+  void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
+
+  void open(bool is_open) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    open_ = is_open;
+    if (!is_open) withdraw();
+  }
+
+  size_t set_limit(size_t limit) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    limit_ = limit;
+    if (present_bytes_ > limit_) shed(present_bytes_ - limit_ + kSpare);
+    return present_bytes_;
+  }
+
+  size_t present_bytes() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return present_bytes_;
+  }
+
+  size_t used_bytes() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return used_bytes_;
+  }
+
+  void before_fork() { mutex_.lock(); }
+  void after_fork() { mutex_.unlock(); }
+
+ private:
+  // What is known of some neighbouring pages.
+  struct Granule {
+    uint32_t blocks = 0;      // that lie in it, wholly or in part
+    uint32_t free_since = 0;  // when the last of them went
+    bool present = false;
+  };
+
+  static void release(void* pointer);
+  size_t place(size_t size) const;
+  bool reach(size_t end);
+  void withdraw();
+  size_t missing(size_t start, size_t size) const;
+  void take(size_t start, size_t size);
+  void free(size_t start);
+  void shed(size_t nbytes);
+  void add_gap(size_t start, size_t size);
+  void remove_gap(std::map<size_t, size_t>::iterator gap);
+
+  std::mutex mutex_;
+  c10::Allocator* const base_;
+  char* const begin_;
+  const size_t nbytes_;
+  bool open_ = false;
+  size_t limit_ = SIZE_MAX;
+  size_t present_bytes_ = 0, used_bytes_ = 0;
+  size_t reached_ = 0;  // addresses from here on cannot be used yet, and count nowhere
+  uint32_t clock_ = 0;
+  std::vector<Granule> granules_;
+  std::map<size_t, size_t> gaps_;                // start -> size
+  std::set<std::pair<size_t, size_t>> by_size_;  // the same, as (size, start)
+  std::unordered_map<size_t, size_t> blocks_;    // start -> size
+};
+
+Arena* arena = nullptr;  // lives as long as the process: its blocks may outlive everything else
+
+c10::DataPtr Arena::allocate(size_t n) {
+  if (n >= kLeastBlock) {
+    const size_t size = round_up(n, kPage);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (open_) {
+      const size_t start = place(size);
+      if (start != SIZE_MAX && reach(start + size)) {
+        take(start, size);
+        lock.unlock();
+        char* const block = begin_ + start;
+        c10::profiledCPUMemoryReporter().New(block, n);
+        return {block, block, &Arena::release, c10::Device(c10::DeviceType::CPU)};
+      }
+    }
+  }
+  return base_->allocate(n);
+}
+
+void Arena::release(void* pointer) {
+  char* const block = static_cast<char*>(pointer);
+  if (block < arena->begin_ || block >= arena->begin_ + arena->nbytes_) {
+    arena->base_->raw_deleter()(pointer);
+    return;
+  }
+  c10::profiledCPUMemoryReporter().Delete(pointer);
+  std::lock_guard<std::mutex> lock(arena->mutex_);
+  arena->free(block - arena->begin_);
+}
+
+// Among the gaps that fit best, the one that needs the fewest new pages.
+size_t Arena::place(size_t size) const {
+  size_t best = SIZE_MAX, fewest = SIZE_MAX;
+  int tries = 0;
+  for (auto gap = by_size_.lower_bound({size, 0}); gap != by_size_.end() && tries < kTries; ++gap, ++tries) {
+    const size_t first = gap->second, end = gap->second + gap->first;
+    const size_t last = end == nbytes_ ? first : end - size;  // never at the far end of the region
+    for (const size_t start : {first, last}) {
+      const size_t fresh = missing(start, size);
+      if (fresh < fewest) best = start, fewest = fresh;
+    }
+    if (fewest == 0) break;
+  }
+  return best;
+}
+
+// Make addresses usable up to `end`; false where the system counts addresses and has no more.
+bool Arena::reach(size_t end) {
+  if (end <= reached_) return true;
+  for (const size_t unit : {kGrowth, kGranule}) {
+    const size_t wanted = std::min(round_up(end, unit), nbytes_);
+    if (mprotect(begin_ + reached_, wanted - reached_, PROT_READ | PROT_WRITE) == 0) {
+      reached_ = wanted;
+      return true;
+    }
+  }
+  return false;
+}
+
+// Give back all that no block uses: pages, and addresses behind the last block.
+void Arena::withdraw() {
+  shed(present_bytes_);
+  if (gaps_.empty()) return;
+  const auto [start, size] = *std::prev(gaps_.end());
+  const size_t end = start + size == nbytes_ ? round_up(start, kGranule) : nbytes_;
+  if (end < reached_ && mprotect(begin_ + end, reached_ - end, PROT_NONE) == 0) reached_ = end;
+}
+
+// Bytes of the granules of a block whose pages are not there.
+size_t Arena::missing(size_t start, size_t size) const {
+  size_t bytes = 0;
+  const size_t end = std::min((start + size + kGranule - 1) / kGranule, granules_.size());
+  for (size_t i = start / kGranule; i < end; ++i) bytes += granules_[i].present ? 0 : kGranule;
+  return bytes;
+}
+
+void Arena::take(size_t start, size_t size) {
+  auto gap = std::prev(gaps_.upper_bound(start));
+  const size_t gap_start = gap->first, gap_end = gap->first + gap->second;
+  remove_gap(gap);
+  if (gap_start < start) add_gap(gap_start, start - gap_start);
+  if (start + size < gap_end) add_gap(start + size, gap_end - start - size);
+  blocks_.emplace(start, size);
+  used_bytes_ += size;
+  const size_t end = (start + size + kGranule - 1) / kGranule;
+  size_t fresh = 0;
+  for (size_t i = start / kGranule; i < end; ++i) {
+    Granule& granule = granules_[i];
+    ++granule.blocks;
+    if (!granule.present) granule.present = true, fresh += kGranule;
+  }
+  present_bytes_ += fresh;
+  if (fresh > 0 && present_bytes_ > limit_) shed(present_bytes_ - limit_ + kSpare);
+}
+
+void Arena::free(size_t start) {
+  const auto block = blocks_.find(start);
+  size_t size = block->second;
+  blocks_.erase(block);
+  used_bytes_ -= size;
+  ++clock_;
+  for (size_t i = start / kGranule; i < (start + size + kGranule - 1) / kGranule; ++i)
+    if (--granules_[i].blocks == 0) granules_[i].free_since = clock_;
+  auto next = gaps_.lower_bound(start);
+  if (next != gaps_.end() && next->first == start + size) {
+    size += next->second;
+    remove_gap(next++);
+  }
+  next = gaps_.lower_bound(start);
+  if (next != gaps_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == start) {
+      start = before->first;
+      size += before->second;
+      remove_gap(before);
+    }
+  }
+  add_gap(start, size);
+  if (!open_) withdraw();
+}
+
+// Give back pages that no block uses, those first that were free for longest, until so many bytes went or none is left.
+void Arena::shed(size_t nbytes) {
+  std::vector<std::pair<uint32_t, size_t>> idle;  // (how long, granule)
+  for (size_t i = 0; i < reached_ / kGranule; ++i)
+    if (granules_[i].present && granules_[i].blocks == 0) idle.emplace_back(clock_ - granules_[i].free_since, i);
+  const size_t wanted = std::min(idle.size(), (nbytes + kGranule - 1) / kGranule);
+  std::nth_element(idle.begin(), idle.begin() + wanted, idle.end(), std::greater<>());
+  std::vector<size_t> chosen;
+  for (size_t i = 0; i < wanted; ++i) chosen.push_back(idle[i].second);
+  std::sort(chosen.begin(), chosen.end());
+  for (size_t i = 0; i < chosen.size();) {
+    size_t j = i + 1;
+    while (j < chosen.size() && chosen[j] == chosen[j - 1] + 1) ++j;
+    madvise(begin_ + chosen[i] * kGranule, (j - i) * kGranule, MADV_DONTNEED);
+    for (; i < j; ++i) granules_[chosen[i]].present = false;
+  }
+  present_bytes_ -= chosen.size() * kGranule;
+}
+
+void Arena::add_gap(size_t start, size_t size) {
+  gaps_.emplace(start, size);
+  by_size_.emplace(size, start);
+}
+
+void Arena::remove_gap(std::map<size_t, size_t>::iterator gap) {
+  by_size_.erase({gap->second, gap->first});
+  gaps_.erase(gap);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Reserve `nbytes` of addresses and become PyTorch's CPU allocator; 0 if that worked. Once in a process.
+int outgrow_arena_install(size_t nbytes) {
+  nbytes = nbytes / kGranule * kGranule;
+  void* const begin =
+      mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (begin == MAP_FAILED) return 1;
+  arena = new Arena(c10::GetCPUAllocator(), static_cast<char*>(begin), nbytes);
+  // A child that another thread's allocation was forked in must not find the lock taken.
+  pthread_atfork([] { arena->before_fork(); }, [] { arena->after_fork(); }, [] { arena->after_fork(); });
+  c10::SetCPUAllocator(arena, UINT8_MAX);
+  return c10::GetCPUAllocator() == arena ? 0 : 1;
+}
+
+// Serve large blocks from now on, or no longer: blocks that are out stay good, free pages go back.
+void outgrow_arena_open(int is_open) { arena->open(is_open != 0); }
+
+// Have at most so many bytes of pages, if blocks in use allow; returns how many there are.
+size_t outgrow_arena_set_limit(size_t nbytes) { return arena->set_limit(nbytes); }
+
+size_t outgrow_arena_present_bytes() { return arena->present_bytes(); }
+
+size_t outgrow_arena_used_bytes() { return arena->used_bytes(); }
+}

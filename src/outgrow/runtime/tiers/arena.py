@@ -1,0 +1,105 @@
+"""One region of memory for CPU tensors, whose pages stay: built from `arena.cpp` when it is first wanted."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from outgrow.runtime.tiers.resident import ResidentSet
+
+_log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("arena.cpp")
+# Addresses for each byte of the machine's memory: between blocks there are holes, and addresses cost nothing.
+_ADDRESSES_PER_BYTE = 2
+_COMPILE_SECONDS = 120
+
+
+class Arena:
+    """PyTorch's CPU allocator while a session is open, for blocks from 64 KiB up."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._open = library.outgrow_arena_open
+        self._set_limit = library.outgrow_arena_set_limit
+        self._present = library.outgrow_arena_present_bytes
+        self._used = library.outgrow_arena_used_bytes
+        self._set_limit.argtypes = (ctypes.c_size_t,)
+        for function in (self._set_limit, self._present, self._used):
+            function.restype = ctypes.c_size_t
+        self._users = 0
+
+    @property
+    def present_bytes(self) -> int:
+        """Bytes whose pages are there, in use or not."""
+        return int(self._present())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks in use, in whole pages."""
+        return int(self._used())
+
+    def keep_under(self, limit_bytes: int, resident: ResidentSet, nbytes: int) -> None:
+        """Tell the arena how many pages it may have; it keeps to that by itself when it hands out a block."""
+        outside = resident.nbytes - self.present_bytes
+        self._set_limit(max(0, limit_bytes - outside))
+
+    def open(self) -> None:
+        """Hand out memory. Each call has its `close`."""
+        self._users += 1
+        self._open(1)
+
+    def close(self) -> None:
+        """With the last, hand out no more, and give free pages back; blocks in use stay good."""
+        self._users -= 1
+        if not self._users:
+            self._open(0)
+
+
+@cache
+def find_arena() -> Arena | None:
+    """The process's arena; None where there can be none."""
+    if os.environ.get("OUTGROW_ARENA") == "0":
+        return None
+    path = _library()
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    library.outgrow_arena_install.argtypes = (ctypes.c_size_t,)
+    if library.outgrow_arena_install(_ADDRESSES_PER_BYTE * memory):
+        return None
+    return Arena(library)
+
+
+def _library() -> Path | None:
+    """The compiled allocator, from the cache or built now."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    torch_root = Path(torch.__file__).parent
+    made_for = _SOURCE.read_bytes() + f"{torch.__version__} {torch_root}".encode()
+    key = hashlib.sha256(made_for).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outgrow"
+    target = folder / f"arena-{key}.so"
+    if target.exists():
+        return target
+    if compiler is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        made = Path(work) / target.name
+        command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-I{torch_root / 'include'}", str(_SOURCE)]
+        command += ["-o", str(made), f"-L{torch_root / 'lib'}", "-lc10"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        if done.returncode:
+            _log.info("no arena: %s", done.stderr.strip())
+            return None
+        os.replace(made, target)
+    return target

@@ -1,0 +1,310 @@
+"""The arena: blocks of tensors in one region of addresses, whose pages stay, and go back in time."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import outgrow
+from conftest import RunChild
+from outgrow.runtime.tiers.arena import Arena, find_arena
+from outgrow.runtime.tiers.resident import ResidentSet
+from outgrow.tracing.probe import measured_call
+
+MIB = 1 << 20
+NO_LIMIT = 1 << 60
+
+
+@pytest.fixture(scope="module")
+def process_arena() -> Arena:
+    found = find_arena()
+    if found is None:
+        pytest.skip("needs a C++ compiler")
+    return found
+
+
+@pytest.fixture
+def arena(process_arena: Arena) -> Iterator[Arena]:
+    found = process_arena
+    found.open()
+    yield found
+    limit(found, NO_LIMIT)
+    found.close()
+
+
+def limit(arena: Arena, nbytes: int) -> None:
+    """Let the resident set be so many bytes larger than what is outside the arena."""
+    resident = ResidentSet()
+    arena.keep_under(resident.nbytes - arena.present_bytes + nbytes, resident, 0)
+    resident.close()
+
+
+def block(nbytes: int, fill: int = 1) -> torch.Tensor:
+    return torch.full((nbytes,), fill, dtype=torch.uint8)
+
+
+# --- blocks ---
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    moves=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 700_000), st.booleans()), min_size=1, max_size=120),
+    allowed=st.integers(0, 4 * MIB),
+)
+def test_blocks_keep_what_is_written_to_them(
+    process_arena: Arena, moves: list[tuple[int, int, bool]], allowed: int
+) -> None:
+    process_arena.open()
+    limit(process_arena, allowed)
+    blocks: dict[int, torch.Tensor] = {}
+    for number, (place, nbytes, goes) in enumerate(moves):
+        assert is_even(blocks.pop(place, None))
+        if not goes:
+            blocks[place] = block(nbytes, number % 251)
+    assert all(map(is_even, blocks.values()))
+    ranges = sorted((held.data_ptr(), held.data_ptr() + held.numel()) for held in blocks.values())
+    assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+    blocks.clear()
+    limit(process_arena, NO_LIMIT)
+    process_arena.close()
+    assert process_arena.used_bytes == 0
+
+
+def is_even(held: torch.Tensor | None) -> bool:
+    return held is None or bool((held == held[0]).all())
+
+
+def test_large_blocks_lie_in_the_arena_on_whole_pages_and_small_ones_elsewhere(arena: Arena) -> None:
+    before = arena.used_bytes
+    small = block((64 << 10) - 1)
+    assert arena.used_bytes == before
+    large = block((64 << 10) + 1)
+    assert arena.used_bytes == before + (68 << 10)
+    assert large.data_ptr() % 4096 == 0
+    del small, large
+    assert arena.used_bytes == before
+
+
+def test_a_block_goes_where_it_fits_best(arena: Arena) -> None:
+    held = [block(size * MIB) for size in (4, 1, 2, 1, 3, 1)]
+    wanted = held[2].data_ptr()
+    del held[4], held[2], held[0]
+    assert block(2 * MIB).data_ptr() == wanted
+
+
+def test_neighbours_that_are_free_make_one_gap(arena: Arena) -> None:
+    held = [block(2 * MIB) for _ in range(5)]
+    wanted = held[1].data_ptr()
+    del held[3], held[1:3]
+    assert block(6 * MIB).data_ptr() == wanted
+
+
+def test_blocks_come_and_go_on_many_threads_at_once(arena: Arena) -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        held: list[torch.Tensor] = []
+        for turn in range(300):
+            held.append(block((64 << 10) + 4096 * ((7 * turn + number) % 50), number))
+            if len(held) > 8:
+                old = held.pop(turn % 8)
+                wrong.extend([number] * (not bool((old == number).all())))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_forked_child_finds_the_lock_free(arena: Arena) -> None:
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            torch.empty(MIB, dtype=torch.uint8)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if not child:
+                os._exit(0 if torch.empty(MIB, dtype=torch.uint8).numel() == MIB else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_what_an_op_holds_inside_is_measured_in_the_arena_too(arena: Arena) -> None:
+    image, weight = torch.randn(2, 16, 64, 64), torch.randn(16, 16, 3, 3)
+    inputs = (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    measured_call(torch.ops.aten.convolution.default, inputs, {})
+    result, rise = measured_call(torch.ops.aten.convolution.default, inputs, {})
+    assert rise is not None
+    assert rise >= result.numel() * 4
+
+
+# --- pages ---
+
+
+def test_pages_stay_for_the_next_block(arena: Arena) -> None:
+    sizes = [3, 5, 2, 7, 1, 4]
+
+    def step() -> None:
+        held = [block(size * MIB) for size in sizes]
+        while held:
+            held.pop(len(held) // 2)
+
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10 * sum(sizes) * MIB // 4096 // 20
+
+
+def test_free_pages_go_where_others_would_come_over_the_limit(arena: Arena) -> None:
+    limit(arena, 40 * MIB)
+    for size in (30, 7, 25, 12, 33, 1, 38):
+        held = [block(MIB) for _ in range(2)]
+        assert held[0].numel() + size * MIB > 0
+        big = block(size * MIB)
+        assert arena.present_bytes <= 41 * MIB
+        del big, held
+
+
+def test_pages_that_were_free_for_longest_go_first(arena: Arena) -> None:
+    limit(arena, NO_LIMIT)
+    first, wall, second, end = block(8 * MIB), block(MIB), block(8 * MIB), block(MIB)
+    places = first.data_ptr(), second.data_ptr()
+    del second, first
+    assert block(8 * MIB).data_ptr() in places
+    limit(arena, arena.present_bytes - 6 * MIB)
+    old, new = (resident_pages(places[number], 8 * MIB) for number in (1, 0))
+    assert old < new
+    del wall, end
+
+
+def resident_pages(address: int, nbytes: int) -> int:
+    """How many pages of a range are in RAM."""
+    with open("/proc/self/pagemap", "rb") as pages:
+        pages.seek(address // 4096 * 8)
+        entries = pages.read(nbytes // 4096 * 8)
+    return sum(entries[start + 7] >> 7 for start in range(0, len(entries), 8))
+
+
+def test_the_resident_set_keeps_to_a_sessions_limit(process_arena: Arena, run_child: RunChild) -> None:
+    growth, budget = run_child(resident_growth)
+    assert growth <= 1.05 * budget + 40 * MIB
+
+
+def resident_growth() -> tuple[int, int]:
+    """Growth of the resident set over steps that make and drop blocks of ever other sizes, and the budget."""
+    budget = 128 * MIB
+    model = warm_model()
+    process = psutil.Process()
+    before = most = process.memory_info().rss
+    with outgrow.Session(model, budget=budget) as session:
+        for step in range(6):
+            with session.step():
+                for size in range(3 + step, 100, 7):
+                    held = torch.ones(size, MIB, dtype=torch.uint8)
+                    most = max(most, process.memory_info().rss)
+                    del held
+                model(torch.ones(2, 4)).sum().backward()
+    return most - before, budget
+
+
+# --- sessions ---
+
+
+def test_blocks_outlive_the_session_and_go_back_when_they_are_dropped(process_arena: Arena) -> None:
+    model, arena = torch.nn.Linear(400, 400), process_arena
+    before = arena.used_bytes
+    with outgrow.Session(model, budget="1GiB") as session, session.step():
+        model(torch.ones(8, 400)).sum().backward()
+        kept = torch.arange(100_000)
+    assert arena.used_bytes >= before + kept.numel() * 8
+    assert torch.equal(kept, torch.arange(100_000))
+    there = arena.present_bytes
+    del kept
+    assert arena.present_bytes <= there - 100_000 * 8 + (128 << 10)
+    late = torch.arange(100_000)
+    assert arena.used_bytes <= before + 400 * 400 * 4 + 4096  # the gradient
+    del late
+
+
+def test_addresses_that_are_not_used_count_nowhere(process_arena: Arena, run_child: RunChild) -> None:
+    before, after = run_child(data_bytes_around_a_session)
+    assert after - before < 64 * MIB
+
+
+def warm_model() -> torch.nn.Module:
+    """A model that was planned for: what is loaded when it is first used is there."""
+    model = torch.nn.Linear(4, 4)
+    with outgrow.Session(model, budget="1GiB") as session:
+        for _ in range(3):
+            with session.step():
+                model(torch.ones(2, 4)).sum().backward()
+    return model
+
+
+def data_bytes_around_a_session() -> tuple[int, int]:
+    """What RLIMIT_DATA counts, before a session and in it."""
+    model = warm_model()
+    find = psutil.Process().memory_info
+    before = find().data
+    with outgrow.Session(model, budget="1GiB") as session:
+        with session.step():
+            model(torch.ones(2, 4)).sum().backward()
+        return before, find().data
+
+
+# --- where there is none ---
+
+
+@pytest.mark.parametrize("reason", ["switched off", "no compiler", "a compiler that fails"])
+def test_without_an_arena_training_is_the_same(run_child: RunChild, tmp_path: Path, reason: str) -> None:
+    assert run_child(trained_without_arena, reason, str(tmp_path))
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def trained_without_arena(reason: str, folder: str) -> bool:
+    """Whether there is no arena and a session trains as plain PyTorch does, under its budget."""
+    changes = {
+        "switched off": {"OUTGROW_ARENA": "0"},
+        "no compiler": {"PATH": folder, "CXX": "none"},
+        "a compiler that fails": {"CXX": "false"},
+    }
+    os.environ.update({"XDG_CACHE_HOME": folder, **changes[reason]})
+
+    def train(budget: str | None) -> tuple[torch.Tensor, bool]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            *(layer for _ in range(8) for layer in (torch.nn.Linear(256, 256), torch.nn.Tanh()))
+        )
+        images = torch.randn(512, 256)
+        if budget is None:
+            for _ in range(3):
+                model(images).square().mean().backward()
+            return next(model.parameters()).grad.clone(), True
+        with outgrow.Session(model, budget=budget) as session:
+            for _ in range(3):
+                with session.step():
+                    model(images).square().mean().backward()
+            return next(model.parameters()).grad.clone(), session.summary().offloaded_bytes > 0
+
+    plain, ours = train(None), train("8MiB")
+    return find_arena() is None and torch.equal(plain[0], ours[0]) and ours[1]
