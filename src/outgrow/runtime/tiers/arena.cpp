@@ -25,7 +25,7 @@
 namespace {
 
 constexpr size_t kPage = 4096;           // what a block's address and size are multiples of
-constexpr size_t kGranule = 64 << 10;    // pages come and go by so many bytes
+constexpr size_t kGranule = 2 << 20;     // pages come and go by so many bytes: a huge page
 constexpr size_t kLeastBlock = 64 << 10; // smaller ones leave no holes worth speaking of
 constexpr size_t kSpare = 8 << 20;       // given back beyond what is needed: giving back takes a system call
 constexpr size_t kGrowth = 16 << 20;     // addresses that are made usable at a time
@@ -157,6 +157,7 @@ bool Arena::reach(size_t end) {
   for (const size_t unit : {kGrowth, kGranule}) {
     const size_t wanted = std::min(round_up(end, unit), nbytes_);
     if (mprotect(begin_ + reached_, wanted - reached_, PROT_READ | PROT_WRITE) == 0) {
+      madvise(begin_ + reached_, wanted - reached_, MADV_HUGEPAGE);
       reached_ = wanted;
       return true;
     }
@@ -265,7 +266,8 @@ int outgrow_arena_install(size_t nbytes) {
   void* const begin =
       mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (begin == MAP_FAILED) return 1;
-  arena = new Arena(c10::GetCPUAllocator(), static_cast<char*>(begin), nbytes);
+  const uintptr_t first = round_up(reinterpret_cast<uintptr_t>(begin), kGranule);
+  arena = new Arena(c10::GetCPUAllocator(), reinterpret_cast<char*>(first), nbytes - kGranule);
   // A child that another thread's allocation was forked in must not find the lock taken.
   pthread_atfork([] { arena->before_fork(); }, [] { arena->after_fork(); }, [] { arena->after_fork(); });
   c10::SetCPUAllocator(arena, UINT8_MAX);
