@@ -104,6 +104,13 @@ def test_where_the_disk_became_slow_another_plan_is_taken(trace: outgrow.Trace) 
     assert len(kind.plan.offloads) < len(before.offloads)
 
 
+def test_no_plan_is_searched_for_where_the_plain_step_is_no_faster(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    fast = replace(GPU, copy_in_bandwidth=1e13, copy_out_bandwidth=1e13, copy_latency_seconds=1e-9)
+    assert measure(kind, budget, 3, pace=1.5, hardware=fast) == [False] * 3
+    assert kind.searches == 0
+
+
 def test_plans_are_searched_for_four_times_at_most_but_times_stay_right(trace: outgrow.Trace) -> None:
     kind, budget = kind_of(trace)
     for pace in (2.0, 0.5) * 4:

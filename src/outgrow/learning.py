@@ -24,7 +24,7 @@ _PEAK_TOLERANCE = 0.02
 # speed wavers would be planned for without end.
 _MOST_RECORDINGS = 4
 _MOST_SEARCHES = 4
-# Another plan must be this much faster: its recipes have to be proved, and the heap has to settle once more.
+# Another plan must be this much faster: its recipes have to be proved, and memory has to settle once more.
 _WORTH_CHANGING = 0.97
 # The share of the budget that a plan fills, if the step is predicted to be no slower than by this factor for it.
 _HEADROOM_SHARE = 0.85
@@ -83,8 +83,8 @@ class Planner:
     def plan(self, problem: Problem) -> Plan:
         """A plan that leaves the allocator some room, where that costs little.
 
-        glibc finds freed blocks of the right size the more often the less full it is; where it does not, pages are
-        given back and taken anew, which costs more than the copies of a few more values.
+        An allocator finds free blocks of the right size the more often the less full it is; where it does not, pages
+        are given back and taken anew, which costs more than the copies of a few more values.
         """
         plan = self._policy.plan(problem).laid_out()
         if keeps_everything(plan):
@@ -120,9 +120,12 @@ class Planner:
         kind.plan = replace(kind.plan, problem=problem)
         if error <= _SEARCH_TOLERANCE or keeps_everything(kind.plan) or kind.searches >= _MOST_SEARCHES:
             return False
+        now = kind.plan.simulate()
+        if now.plain_step_seconds > now.step_seconds * _WORTH_CHANGING:  # no plan is faster than the plain step
+            return False
         kind.searches += 1
         other = self.plan(replace(problem, budget_bytes=budget_bytes))
-        now, then = kind.plan.simulate(), other.simulate()
+        then = other.simulate()
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
             return False
         kind.plan = other

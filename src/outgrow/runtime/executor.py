@@ -406,9 +406,11 @@ class Executor:
 
     def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op inside the pool's care."""
-        # The program's own time since the last op; what our copies and recipes took is no cost of the step.
-        own = max(0.0, time.perf_counter() - self._left_at - (self._lost_seconds - self._left_lost))
-        # First of all: it counts who refers to the arguments.
+        recorder = self._recorder
+        if recorder is not None:
+            # The program's own time since the last op; what our copies and recipes took is no cost of the step.
+            own = max(0.0, time.perf_counter() - self._left_at - (self._lost_seconds - self._left_lost))
+        # Before anything of ours holds the arguments: it counts who refers to them.
         is_free = self._reuser.may_write_over(self._op, facts.name, args)
         inputs = tensors_in(args, kwargs)
         see = self._ledger.see
@@ -426,7 +428,7 @@ class Executor:
         signature, need = self._needs.before(func, facts, args, kwargs)
         is_free = is_free and contents is None
         # A recorded step runs the plain ops: their trace is that of the plain step.
-        reuses = is_free and self._recorder is None and self._reuser.is_proved(signature)
+        reuses = is_free and recorder is None and self._reuser.is_proved(signature)
         if reuses:
             need = NOTHING
         self._prepare(facts, need)
@@ -441,13 +443,15 @@ class Executor:
                     self._parking.before_write(record)
                 self._pool.written(record)
         before = self._ledger.live_bytes
-        started = time.perf_counter()
+        if recorder is not None:
+            started = time.perf_counter()
         if reuses:
             result, rise = self._reuser.write_over(func, args, kwargs), 0
         else:
             result, measured = self._call(func, facts, args, kwargs, need)
             rise = self._rise_of(signature, need, measured)
-        seconds = time.perf_counter() - started
+        if recorder is not None:
+            seconds = time.perf_counter() - started
         if is_free and not reuses:
             self._reuser.prove(signature, func, args, kwargs, result)
         outputs = outputs_of(result)
@@ -462,8 +466,8 @@ class Executor:
         if contents is not None:
             self._recomputer.take_down(func, facts, args, kwargs, contents, result)
         self._peak = max(self._peak, before + rise, self._ledger.live_bytes)
-        if self._recorder is not None:
-            self._recorder.op(
+        if recorder is not None:
+            recorder.op(
                 func,
                 facts,
                 args,
@@ -474,7 +478,7 @@ class Executor:
                 rise_bytes=rise,
                 seconds=seconds + own,
             )
-        self._left_at, self._left_lost = time.perf_counter(), self._lost_seconds
+            self._left_at, self._left_lost = time.perf_counter(), self._lost_seconds
         return result
 
     @property
