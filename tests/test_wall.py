@@ -142,6 +142,32 @@ def test_a_budget_beyond_the_wall_trains_the_same_by_page_faults(
     assert found["faults"][-1] - found["faults"][-2] < found["faults"][0]
 
 
+def train_towards_the_wall(slack: int | None, folder: str) -> dict[str, Any]:
+    """Train on small images, then on large ones; in between `slack` more bytes become all that there are."""
+    warm_up()
+    torch.manual_seed(0)
+    model = network(6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    session = None if slack is None else outgrow.Session(model, optimizer, budget=1 << 40, spill_dir=folder)
+    train(model, optimizer, 48, session)
+    if slack is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + slack, resource.RLIM_INFINITY))
+    found = {"error": "", **train(model, optimizer, 96, session)}
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if session is not None:
+        session.close()
+    return found
+
+
+def test_a_wall_that_comes_up_in_a_session_is_met_by_page_faults(
+    run_child: RunChild, plain: dict[str, Any], tmp_path: Path
+) -> None:
+    alone = run_child(train_towards_the_wall, None, str(tmp_path))
+    found = run_child(train_towards_the_wall, plain["peak"] * 4 // 10, str(tmp_path))
+    assert_same(found, alone)
+    assert found["faults"][0] > 0
+
+
 def test_where_nothing_is_left_to_evict_the_error_says_what_holds_the_memory(
     run_child: RunChild, plain: dict[str, Any]
 ) -> None:
