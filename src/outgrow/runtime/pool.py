@@ -487,9 +487,9 @@ class Pool:
         """
         self.faults += 1
         self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
-        relieved = self._ram.relieve()
+        self._ram.relieve()
         evicted = self.evict(max(nbytes, self._ledger.live_bytes // _FAULT_SHARE))
-        if not evicted and not relieved:
+        if not evicted:
             raise DeviceOutOfMemory(
                 f"{what} found no memory and nothing is left to evict: {self.holdings()}."
                 f" The allocator said: {str(error).splitlines()[0]}"

@@ -37,6 +37,7 @@ class Arena final : public c10::Allocator {
  public:
   Arena(c10::Allocator* base, char* begin, size_t nbytes)
       : base_(base), begin_(begin), nbytes_(nbytes), granules_(nbytes / kGranule) {
+    idle_.reserve(granules_.size());  // pages go back when there may be no memory for a list
     add_gap(0, nbytes_);
   }
 
@@ -55,6 +56,11 @@ class Arena final : public c10::Allocator {
     limit_ = limit;
     if (present_bytes_ > limit_) shed(present_bytes_ - limit_ + kSpare);
     return present_bytes_;
+  }
+
+  void give_back() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    withdraw();
   }
 
   size_t present_bytes() {
@@ -99,6 +105,7 @@ class Arena final : public c10::Allocator {
   size_t reached_ = 0;  // addresses from here on cannot be used yet, and count nowhere
   uint32_t clock_ = 0;
   std::vector<Granule> granules_;
+  std::vector<std::pair<uint32_t, size_t>> idle_;  // room to list granules in, each with for how long it was free
   std::map<size_t, size_t> gaps_;                // start -> size
   std::set<std::pair<size_t, size_t>> by_size_;  // the same, as (size, start)
   std::unordered_map<size_t, size_t> blocks_;    // start -> size
@@ -107,7 +114,7 @@ class Arena final : public c10::Allocator {
 Arena* arena = nullptr;  // lives as long as the process: its blocks may outlive everything else
 
 c10::DataPtr Arena::allocate(size_t n) {
-  if (n >= kLeastBlock) {
+  if (n >= kLeastBlock && n <= nbytes_) {
     const size_t size = round_up(n, kPage);
     std::unique_lock<std::mutex> lock(mutex_);
     if (open_) {
@@ -132,7 +139,11 @@ void Arena::release(void* pointer) {
   }
   c10::profiledCPUMemoryReporter().Delete(pointer);
   std::lock_guard<std::mutex> lock(arena->mutex_);
-  arena->free(block - arena->begin_);
+  try {
+    arena->free(block - arena->begin_);
+  } catch (const std::bad_alloc&) {
+    // No memory to note that there is a gap: it is lost, and the process lives.
+  }
 }
 
 // Among the gaps that fit best, the one that needs the fewest new pages.
@@ -209,12 +220,12 @@ void Arena::free(size_t start) {
   ++clock_;
   for (size_t i = start / kGranule; i < (start + size + kGranule - 1) / kGranule; ++i)
     if (--granules_[i].blocks == 0) granules_[i].free_since = clock_;
-  auto next = gaps_.lower_bound(start);
-  if (next != gaps_.end() && next->first == start + size) {
-    size += next->second;
-    remove_gap(next++);
+  const auto after = gaps_.find(start + size);
+  if (after != gaps_.end()) {
+    size += after->second;
+    remove_gap(after);
   }
-  next = gaps_.lower_bound(start);
+  const auto next = gaps_.lower_bound(start);
   if (next != gaps_.begin()) {
     const auto before = std::prev(next);
     if (before->first + before->second == start) {
@@ -229,21 +240,16 @@ void Arena::free(size_t start) {
 
 // Give back pages that no block uses, those first that were free for longest, until so many bytes went or none is left.
 void Arena::shed(size_t nbytes) {
-  std::vector<std::pair<uint32_t, size_t>> idle;  // (how long, granule)
+  idle_.clear();
   for (size_t i = 0; i < reached_ / kGranule; ++i)
-    if (granules_[i].present && granules_[i].blocks == 0) idle.emplace_back(clock_ - granules_[i].free_since, i);
-  const size_t wanted = std::min(idle.size(), (nbytes + kGranule - 1) / kGranule);
-  std::nth_element(idle.begin(), idle.begin() + wanted, idle.end(), std::greater<>());
-  std::vector<size_t> chosen;
-  for (size_t i = 0; i < wanted; ++i) chosen.push_back(idle[i].second);
-  std::sort(chosen.begin(), chosen.end());
-  for (size_t i = 0; i < chosen.size();) {
-    size_t j = i + 1;
-    while (j < chosen.size() && chosen[j] == chosen[j - 1] + 1) ++j;
-    madvise(begin_ + chosen[i] * kGranule, (j - i) * kGranule, MADV_DONTNEED);
-    for (; i < j; ++i) granules_[chosen[i]].present = false;
+    if (granules_[i].present && granules_[i].blocks == 0) idle_.emplace_back(clock_ - granules_[i].free_since, i);
+  const size_t wanted = std::min(idle_.size(), (nbytes + kGranule - 1) / kGranule);
+  std::nth_element(idle_.begin(), idle_.begin() + wanted, idle_.end(), std::greater<>());
+  for (size_t k = 0; k < wanted; ++k) {
+    madvise(begin_ + idle_[k].second * kGranule, kGranule, MADV_DONTNEED);
+    granules_[idle_[k].second].present = false;
   }
-  present_bytes_ -= chosen.size() * kGranule;
+  present_bytes_ -= wanted * kGranule;
 }
 
 void Arena::add_gap(size_t start, size_t size) {
@@ -276,6 +282,9 @@ int outgrow_arena_install(size_t nbytes) {
 
 // Serve large blocks from now on, or no longer: blocks that are out stay good, free pages go back.
 void outgrow_arena_open(int is_open) { arena->open(is_open != 0); }
+
+// Give back all pages that no block uses, and the addresses behind the last block.
+void outgrow_arena_give_back() { arena->give_back(); }
 
 // Have at most so many bytes of pages, if blocks in use allow; returns how many there are.
 size_t outgrow_arena_set_limit(size_t nbytes) { return arena->set_limit(nbytes); }

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class Arena:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._open = library.outgrow_arena_open
+        self.give_back: Callable[[], object] = library.outgrow_arena_give_back
         self._set_limit = library.outgrow_arena_set_limit
         self._present = library.outgrow_arena_present_bytes
         self._used = library.outgrow_arena_used_bytes

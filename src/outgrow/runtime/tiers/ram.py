@@ -20,27 +20,30 @@ class Ram:
         self._resident = ResidentSet()
         arena = None if address_space_is_limited() else find_arena()
         self._memory: Arena | Heap = arena or Heap()
+        self._heap = self._memory if isinstance(self._memory, Heap) else None
         self._memory.open()
+        self.make_room(0)
 
     def make_room(self, nbytes: int) -> None:
         """Give free pages back if `nbytes` more would lift the resident set over its limit."""
         self._memory.keep_under(self._limit, self._resident, nbytes)
 
-    def relieve(self) -> bool:
-        """An allocator was refused memory: give all free pages back; whether more than that was gained.
+    def relieve(self) -> None:
+        """An allocator was refused memory: give all free pages back.
 
-        From now on blocks come from the system one by one and go back there: where addresses are counted, holes cost
-        as much as memory in use.
+        From now on what the arena has no room for comes from the system block by block, and goes back there: where
+        addresses are counted, holes cost as much as memory in use.
         """
-        has_arena = isinstance(self._memory, Arena)
         if isinstance(self._memory, Arena):
-            self._memory.close()
-            self._memory = Heap()
-            self._memory.open()
-        self._memory.keep_apart()
-        return has_arena
+            self._memory.give_back()
+        if self._heap is None:
+            self._heap = Heap()
+            self._heap.open()
+        self._heap.keep_apart()
 
     def close(self) -> None:
         """Give free pages back, and leave memory to PyTorch's and glibc's usual ways."""
         self._memory.close()
+        if self._heap is not None:
+            self._heap.close()
         self._resident.close()
