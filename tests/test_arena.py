@@ -276,7 +276,7 @@ def data_bytes_around_a_session() -> tuple[int, int]:
 # --- where there is none ---
 
 
-@pytest.mark.parametrize("reason", ["switched off", "no compiler", "a compiler that fails"])
+@pytest.mark.parametrize("reason", ["switched off", "no compiler", "a compiler that fails", "no cache"])
 def test_without_an_arena_training_is_the_same(run_child: RunChild, tmp_path: Path, reason: str) -> None:
     assert run_child(trained_without_arena, reason, str(tmp_path))
     assert not list(tmp_path.rglob("*.so"))
@@ -288,8 +288,9 @@ def trained_without_arena(reason: str, folder: str) -> bool:
         "switched off": {"OUTGROW_ARENA": "0"},
         "no compiler": {"PATH": folder, "CXX": "none"},
         "a compiler that fails": {"CXX": "false"},
+        "no cache": {"XDG_CACHE_HOME": "/dev/null"},
     }
-    os.environ.update({"XDG_CACHE_HOME": folder, **changes[reason]})
+    os.environ.update({"XDG_CACHE_HOME": folder} | changes[reason])
 
     def train(budget: str | None) -> tuple[torch.Tensor, bool]:
         torch.manual_seed(0)

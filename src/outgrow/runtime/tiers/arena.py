@@ -68,40 +68,45 @@ class Arena:
 
 @cache
 def find_arena() -> Arena | None:
-    """The process's arena; None where there can be none."""
+    """The process's arena; None where there can be none, and the log says why."""
     if os.environ.get("OUTGROW_ARENA") == "0":
         return None
-    path = _library()
-    if path is None:
-        return None
-    library = ctypes.CDLL(str(path))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        library = ctypes.CDLL(str(_library()))
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.info("no arena, tensors stay on the heap: %s", error)
+        return None
     library.outgrow_arena_install.argtypes = (ctypes.c_size_t,)
     if library.outgrow_arena_install(_ADDRESSES_PER_BYTE * memory):
+        _log.info("no arena, tensors stay on the heap: no addresses for it, or another allocator comes first")
         return None
     return Arena(library)
 
 
-def _library() -> Path | None:
-    """The compiled allocator, from the cache or built now."""
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+def _library() -> Path:
+    """The compiled allocator, from the cache or built now.
+
+    Raises:
+        OSError: there is no compiler, it fails, or the cache cannot be written.
+        subprocess.SubprocessError: the compiler takes too long.
+    """
     torch_root = Path(torch.__file__).parent
     made_for = _SOURCE.read_bytes() + f"{torch.__version__} {torch_root}".encode()
-    key = hashlib.sha256(made_for).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outgrow"
-    target = folder / f"arena-{key}.so"
+    target = folder / f"arena-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
     if target.exists():
         return target
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
+        raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / target.name
         command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-I{torch_root / 'include'}", str(_SOURCE)]
         command += ["-o", str(made), f"-L{torch_root / 'lib'}", "-lc10"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         if done.returncode:
-            _log.info("no arena: %s", done.stderr.strip())
-            return None
-        os.replace(made, target)
+            raise OSError(f"{compiler} failed: {done.stderr.strip()}")
+        os.replace(made, target)  # whole or not at all: others may be building it too
     return target
