@@ -38,7 +38,7 @@ def child_command(function: Callable[..., Any], *arguments: Any, own_mounts: boo
         f"from {function.__module__} import {function.__name__} as run\n"
         f"print(json.dumps(run(*json.loads({json.dumps(arguments)!r}))))\n"
     )
-    return [*(own_mounts_prefix() if own_mounts else ()), sys.executable, "-c", code]
+    return [*(own_mounts_prefix() if own_mounts else ()), sys.executable, "-X", "faulthandler", "-c", code]
 
 
 def own_mounts_prefix() -> Sequence[str]:

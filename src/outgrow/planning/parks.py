@@ -2,13 +2,16 @@
 
 U-Net's skips between encoder and decoder, features that a later block concatenates, a gradient that waits in the
 engine for its other half. What only saved tensors hold is `Offload`'s matter; a park ends where that begins.
+
+Training state can be away too, inside a backward pass: what vDNN and its kin keep on the device (parameters and
+gradients of the layers that are done, the optimizer's state) is what leaves no room for VGG-16's first layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
 from outgrow.planning.plan import Park
@@ -27,7 +30,8 @@ class Gap:
     """A time in which the program holds a value and no op reads it.
 
     `after_op` is the last op before it that does, `before_op` the first after it; or, where the gap `is_last`, the
-    op from which on the program holds the value no more.
+    op from which on the program holds the value no more. Training state `is_lent`: where no op reads it in the
+    backward pass, its gap begins with that pass's first op and ends with the first after it.
     """
 
     value: int
@@ -35,19 +39,20 @@ class Gap:
     after_op: int
     before_op: int
     is_last: bool
+    is_lent: bool = False
 
 
 def may_park(problem: Problem, value: int) -> bool:
-    """Whether a value may be parked at all: an op of this very step made its storage, and it is no training state.
+    """Whether a value may be parked at all: an op of this very step made its storage, or it is training state.
 
-    What came from outside of the step may share its memory with numpy arrays, other processes or a file.
+    What else came from outside of the step may share its memory with numpy arrays, other processes or a file.
     """
     record = problem.trace.values[value]
-    return (
-        record.storage in problem.own_storages
-        and record.nbytes >= problem.least_moved_bytes
-        and not problem.trace.ops[record.birth].name.startswith(_BLANK)
-    )
+    if record.nbytes < problem.least_moved_bytes:
+        return False
+    if record.birth >= 0 and problem.trace.ops[record.birth].name.startswith(_BLANK):
+        return False
+    return problem.is_state(value) or record.storage in problem.own_storages
 
 
 def gaps(problem: Problem) -> tuple[Gap, ...]:
@@ -57,15 +62,33 @@ def gaps(problem: Problem) -> tuple[Gap, ...]:
     strange = _ops_before_each(problem)
     found: list[Gap] = []
     for index, value in enumerate(trace.values):
-        if not may_park(problem, index):
+        if value.birth >= len(trace.ops) or not may_park(problem, index):
             continue
+        is_state = problem.is_state(index)
         # What saved tensors alone hold goes by way of the pool; what outlives the step is back when it ends.
-        end = min(value.held if problem.is_saved(index) else value.death, value.death, len(trace.ops) - 1)
+        end = value.held if problem.is_saved(index) and not is_state else value.death
+        end = min(end, value.death, len(trace.ops) - 1)
         used = {op for op in uses.get(index, ()) if op <= end} | {value.birth}
-        for after, before in pairwise(sorted(used | {end})):
-            if before - after > 1 and strange[before + 1] == strange[after]:
-                found.append(Gap(index, value.nbytes, after, before, before not in used))
+        spans = [
+            Gap(index, value.nbytes, after, before, before not in used)
+            for after, before in pairwise(sorted(used | {end}))
+        ]
+        found += (
+            gap
+            for gap in (_in_backward_passes(problem, spans) if is_state else spans)
+            if gap.before_op - gap.after_op > 1 and strange[gap.before_op + 1] == strange[gap.after_op]
+        )
     return tuple(found)
+
+
+def _in_backward_passes(problem: Problem, spans: Iterable[Gap]) -> Iterator[Gap]:
+    """What lies of these gaps inside of one backward pass each."""
+    last = len(problem.trace.ops) - 1
+    for gap in spans:
+        for start, end in problem.backward_passes:
+            after, before = max(gap.after_op, start), min(gap.before_op, end, last)
+            if after < before:
+                yield replace(gap, after_op=after, before_op=before, is_last=False, is_lent=True)
 
 
 def away(problem: Problem, gap: Gap) -> tuple[int, int] | None:
@@ -77,10 +100,11 @@ def away(problem: Problem, gap: Gap) -> tuple[int, int] | None:
     return (first, gap.before_op) if first < gap.before_op else None
 
 
-def park(problem: Problem, gap: Gap, not_before: int = 0) -> Park | None:
+def park(problem: Problem, gap: Gap, not_before: int = 0, wanted: float | None = None) -> Park | None:
     """Park a value over a gap: it leaves at once and comes back just in time, but not before op `not_before`.
 
-    None where the clock has no tick in the gap.
+    `wanted` is the time at which it must be back if that is before the gap ends, in seconds. None where the clock has
+    no tick in the gap.
     """
     span = away(problem, gap)
     if span is None:
@@ -88,7 +112,7 @@ def park(problem: Problem, gap: Gap, not_before: int = 0) -> Park | None:
     out = problem.first_tick_at(gap.after_op + 1)
     back = -1
     if not gap.is_last:
-        wanted = problem.op_times[gap.before_op] - _LEAD_SECONDS
+        wanted = (problem.op_times[gap.before_op] if wanted is None else wanted) - _LEAD_SECONDS
         back = problem.last_tick_before(wanted - _CAUTION * problem.hardware.copy_in_seconds(gap.nbytes))
         back = max(back, problem.first_tick_at(not_before), out + 1)
         if back >= len(problem.trace.ticks) or problem.tick_ops[back] >= gap.before_op:
@@ -97,57 +121,95 @@ def park(problem: Problem, gap: Gap, not_before: int = 0) -> Park | None:
 
 
 def parks_for(problem: Problem, budget_bytes: int) -> tuple[Park, ...]:
-    """What must be parked so that each op fits the budget, largest first; saved values are taken to be away.
+    """What must be parked so that each op fits the budget; saved values are taken to be away.
 
-    Each comes back after the last op that needs its room.
+    Training state is parked only where the rest is not enough, but first then: it can be away for longer. Each comes
+    back after the last op that needs its room.
     """
     from outgrow.planning.floor import needed_curve  # the floor reads gaps
 
     curve = needed_curve(problem)
     if max(curve, default=0) <= budget_bytes:
         return ()
+    found = gaps(problem)
+    lent = [gap for gap in found if gap.is_lent]
+    other = [gap for gap in found if not gap.is_lent]
+    chosen = _chosen(problem, curve, other, budget_bytes)
+    if lent and max(_without(problem, curve, chosen)) > budget_bytes:
+        chosen = _chosen(problem, curve, lent, budget_bytes)
+        chosen += _chosen(problem, _without(problem, curve, chosen), other, budget_bytes)
+    return tuple(_in_time(problem, curve, chosen, budget_bytes))
+
+
+def _chosen(problem: Problem, curve: Sequence[int], found: Iterable[Gap], budget_bytes: int) -> list[Gap]:
+    """Where an op does not fit: the least open gap that makes it fit, but rather several than twice what it takes."""
     starting: dict[int, list[Gap]] = {}
-    for gap in gaps(problem):
+    for gap in found:
         span = away(problem, gap)
         if span is not None:
             starting.setdefault(span[0], []).append(gap)
     chosen: list[Gap] = []
-    idle: list[tuple[int, int, int, Gap]] = []  # gaps that began, largest first
+    idle: list[Gap] = []  # gaps that are open, by size
     change = [0] * (len(curve) + 1)
     gone = 0
     for now, level in enumerate(curve):
         gone += change[now]
         for gap in starting.get(now, ()):
-            heappush(idle, (-gap.nbytes, -gap.before_op, gap.value, gap))
+            insort(idle, gap, key=_size)
+        if level - gone <= budget_bytes:
+            continue
+        idle = [gap for gap in idle if gap.before_op > now]
         while level - gone > budget_bytes and idle:
-            gap = heappop(idle)[-1]
-            if gap.before_op > now:
-                chosen.append(gap)
-                gone += gap.nbytes
-                change[gap.before_op] -= gap.nbytes
-    return tuple(_in_time(problem, curve, chosen, budget_bytes))
+            excess = level - gone - budget_bytes
+            enough = bisect_left(idle, excess, key=_size)
+            fits = enough == 0 or (enough < len(idle) and idle[enough].nbytes <= 2 * excess)
+            gap = idle.pop(enough if fits else enough - 1)
+            chosen.append(gap)
+            gone += gap.nbytes
+            change[gap.before_op] -= gap.nbytes
+    return chosen
 
 
-def _in_time(problem: Problem, curve: list[int], chosen: list[Gap], budget_bytes: int) -> Iterator[Park]:
-    """Park `chosen`; copies back start as early as is useful, where their bytes fit from then on."""
+def _size(gap: Gap) -> int:
+    return gap.nbytes
+
+
+def _without(problem: Problem, curve: Sequence[int], chosen: Iterable[Gap]) -> list[int]:
+    """The curve when these are parked."""
     change = [0] * (len(curve) + 1)
     for gap in chosen:
         span = away(problem, gap)
         assert span is not None, "only what can be away is chosen"
         change[span[0]] -= gap.nbytes
         change[span[1]] += gap.nbytes
-    level = [needed + less for needed, less in zip(curve, accumulate(change[:-1]), strict=True)]
-    for gap in sorted(chosen, key=lambda gap: gap.before_op):
+    return [level + less for level, less in zip(curve, accumulate(change[:-1]), strict=True)]
+
+
+def _in_time(problem: Problem, curve: Sequence[int], chosen: Sequence[Gap], budget_bytes: int) -> Iterator[Park]:
+    """Park `chosen`; copies back start as early as is useful, where their bytes fit from then on."""
+    level = _without(problem, curve, chosen)
+    deadlines = _deadlines(problem, chosen)
+    for gap in sorted(chosen, key=lambda gap: deadlines[gap]):
         begin = gap.before_op
-        parked = park(problem, gap)
+        parked = park(problem, gap, wanted=deadlines[gap])
         assert parked is not None, "only what can be away is chosen"
         wanted = problem.tick_ops[parked.in_tick] if parked.in_tick >= 0 else begin
         while begin > wanted and level[begin - 1] + gap.nbytes <= budget_bytes:
             begin -= 1
             level[begin] += gap.nbytes
-        late = park(problem, gap, begin)
+        late = park(problem, gap, begin, deadlines[gap])
         assert late is not None, "it can be away for as long"
         yield replace(late, out_tick=parked.out_tick)
+
+
+def _deadlines(problem: Problem, chosen: Iterable[Gap]) -> dict[Gap, float]:
+    """When each must be back, in seconds: before its use, and before the next copy on the lane begins."""
+    deadlines: dict[Gap, float] = {}
+    free = float("inf")
+    for gap in sorted(chosen, key=lambda gap: (-gap.before_op, -gap.nbytes)):
+        deadlines[gap] = min(free, problem.op_times[gap.before_op])
+        free = deadlines[gap] - problem.hardware.copy_in_seconds(gap.nbytes)
+    return deadlines
 
 
 def _uses(problem: Problem) -> dict[int, list[int]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from outgrow.cost.hardware import Hardware
-from outgrow.tracing.ir import Event, Kind, Trace
+from outgrow.tracing.ir import Event, Kind, Phase, Trace
 
 if TYPE_CHECKING:
     from outgrow.planning.recipes import Recipes
@@ -19,6 +19,8 @@ LEAST_MOVED_BYTES = 4096
 
 _MOVABLE = frozenset({Kind.ACTIVATION, Kind.INPUT, Kind.TEMPORARY})
 _LET_GO = frozenset({Kind.ACTIVATION, Kind.TEMPORARY})
+# Training state that ops read and write; buffers are written to unseen by some.
+STATE = frozenset({Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,22 @@ class Problem:
             if value.version == 0 and 0 <= value.birth < len(ops) and ops[value.birth].name.startswith("aten.")
         }
         return frozenset(made - {value.storage for value in values if value.kind not in _LET_GO})
+
+    @cached_property
+    def backward_passes(self) -> tuple[tuple[int, int], ...]:
+        """The backward passes of the step: the first op of each, and the first op after it."""
+        found: list[tuple[int, int]] = []
+        start = 0
+        for phase, ops in groupby(self.trace.ops, key=lambda op: op.phase):
+            end = start + sum(1 for _ in ops)
+            if phase is Phase.BACKWARD:
+                found.append((start, end))
+            start = end
+        return tuple(found)
+
+    def is_state(self, value: int) -> bool:
+        """Whether a value is training state that may leave in a backward pass."""
+        return self.trace.values[value].kind in STATE
 
     @cached_property
     def recipes(self) -> Recipes:

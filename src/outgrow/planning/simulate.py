@@ -17,7 +17,7 @@ from outgrow.planning.plan import Plan, Replay
 from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import Recipe, burst
 from outgrow.planning.reuse import overwritten
-from outgrow.tracing.ir import Event
+from outgrow.tracing.ir import Event, Phase
 from outgrow.tracing.liveness import average
 
 
@@ -70,7 +70,7 @@ class _Entry:
     """A value that may be away: a saved one as the pool sees it, or one that the plan parks.
 
     `leaving` says that a copy out is under way, `offloading` or `parking` (or both) what for. `parked` is what left
-    although the program holds it.
+    although the program holds it; what is `lent` is training state.
     """
 
     nbytes: int
@@ -85,6 +85,7 @@ class _Entry:
     offloading: bool = False
     parking: bool = False
     parked: bool = False
+    lent: bool = False
     arrives: float = 0.0
 
 
@@ -115,6 +116,7 @@ class _Walk:
                 self._entries[saved.value] = _Entry(value.nbytes, value.held, movable)
         for index in self._parks - self._entries.keys():
             self._entries[index] = _Entry(trace.values[index].nbytes, trace.values[index].death, movable=False)
+        self._lent: list[int] = []  # training state that left in this backward pass
         self._recent: OrderedDict[int, None] = OrderedDict()
         # Values that go again at once when they were made anew for another's sake.
         self._brief = {item.value for item in plan.recomputes if item.replay is Replay.MEMORY}
@@ -137,6 +139,8 @@ class _Walk:
             self._end(self._late_ends.get(now, ()))
             born = self._births[now]
             self._land()
+            if self._lent and op.phase is not Phase.BACKWARD:
+                self._return_state()
             if self._parks:
                 for used in dict.fromkeys((*op.inputs, *op.outputs)):
                     if used in self._parks:
@@ -152,6 +156,7 @@ class _Walk:
         while cursor < len(ticks):
             self._tick(cursor)
             cursor += 1
+        self._return_state()
 
     def _free_at(self, now: int) -> None:
         self._live -= self._deaths[now]
@@ -228,11 +233,15 @@ class _Walk:
 
     def _park(self, value: int) -> None:
         """Send away a value that the program still holds; a copy that is there already will do."""
-        if value not in self._parks or not 0 <= self.problem.trace.values[value].birth < self._op:
+        if value not in self._parks or self.problem.trace.values[value].birth >= self._op:
             return
         entry = self._entries[value]
         if not entry.resident or entry.dead or entry.parking:
             return
+        if self.problem.is_state(value):
+            if not self._in_backward_pass:
+                return
+            self._lent.append(value)
         if entry.copied:
             entry.parked = True
             self._free(value)
@@ -242,7 +251,20 @@ class _Walk:
             self._copy_out(value)
             self.offloaded_bytes += entry.nbytes
 
-    def _unpark(self, value: int) -> None:
+    @property
+    def _in_backward_pass(self) -> bool:
+        ops = self.problem.trace.ops
+        return 0 < self._op < len(ops) and ops[self._op - 1].phase is ops[self._op].phase is Phase.BACKWARD
+
+    def _return_state(self) -> None:
+        """A backward pass is over: all of the training state comes back."""
+        lent, self._lent = list(dict.fromkeys(self._lent)), []
+        for value in lent:
+            self._unpark(value, waits=False)
+        for value in lent:
+            self._unpark(value)
+
+    def _unpark(self, value: int, *, waits: bool = True) -> None:
         """An op wants a value that may be parked: it stays if it has not left, else it comes back."""
         entry = self._entries[value]
         entry.parking = False
@@ -252,7 +274,7 @@ class _Walk:
             if self._live + entry.nbytes > self._budget:
                 self._make_room(entry.nbytes)
             self._read(value)
-        if entry.resident:
+        if entry.resident and waits:
             self._wait_until(entry.arrives)
 
     def _land(self) -> None:
@@ -324,6 +346,9 @@ class _Walk:
         inside: dict[int, int] = {}  # bytes of what the burst has made so far, by storage
         for number in recipe.ops:
             op = trace.ops[number]
+            for index in op.inputs:
+                if index in self._lent:
+                    self._unpark(index)
             made = [index for index in op.outputs if trace.values[index].storage not in inside]
             rise = sum(trace.values[index].nbytes for index in made) + op.workspace_bytes
             if self._evicts and self._live + sum(inside.values()) + rise > self.problem.budget_bytes:

@@ -105,7 +105,10 @@ class Access(TorchFunctionMode):
         is_plain = all(type(root) in (torch.Tensor, torch.nn.Parameter) for root in roots)
         if name not in kwargs or not is_plain:
             self._parking.give_up()
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._return_state()
         given = kwargs.pop(name)
         if given is None:
             given = (None,) * len(roots)
@@ -119,6 +122,13 @@ class Access(TorchFunctionMode):
         finally:
             if gradients.was_read:
                 self.__exit__(None, None, None)
+            self._return_state()
+
+    def _return_state(self) -> None:
+        """Code that follows on a backward pass may read gradients and parameters unseen."""
+        if self._parking.busy and torch._C._current_graph_task_id() == -1:
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                self._parking.return_state()
 
 
 class _Then:

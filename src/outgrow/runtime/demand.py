@@ -2,20 +2,23 @@
 
 A plan parks values in gaps between their uses, which it reads off a trace. Here nobody knows what comes: what the
 program holds and did not touch for longest leaves, and comes back for whoever touches it. Where a trace would show
-that code runs which the dispatcher does not see, everything is back before, and nothing leaves meanwhile.
+that code runs which the dispatcher does not see, everything is back before, and nothing leaves meanwhile. Training
+state leaves last, and only in a backward pass.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from outgrow.planning.problem import STATE
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
+from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts
 from outgrow.tracing.recorder import accumulates_gradient
@@ -35,13 +38,19 @@ class Demand:
         self._pool = pool
         self._parking = parking
         self._least_moved = least_moved_bytes
-        self.begin(on=False)
+        self.begin({}, on=False)
 
-    def begin(self, *, on: bool) -> None:
-        """A step begins."""
+    def begin(self, kinds: Mapping[int, Kind], *, on: bool) -> None:
+        """A step begins. `kinds` has the training state by serial number."""
         self.on = on
         # Records alone: a hold on a storage would change the lifetimes that the recorder dates.
         self._idle: OrderedDict[int, StorageRecord] = OrderedDict()
+        state = ((record.serial, record) for record in self._ledger.alive()) if on else ()
+        self._state = OrderedDict(
+            (serial, record)
+            for serial, record in state
+            if kinds.get(serial) in STATE and record.nbytes >= self._least_moved
+        )
         self._in_use: frozenset[int] = frozenset()
         self._among_strangers = self._is_paused = False
         # Blank memory that somebody asked for whom nobody sees fill it, or not yet.
@@ -73,8 +82,9 @@ class Demand:
         """The op ran; storages with serial numbers above `newest` were first seen in its outputs."""
         for record in written:
             self._blanks.discard(record.serial)
-        for serial in self._in_use & self._idle.keys():
-            self._idle.move_to_end(serial)
+        for idle in (self._idle, self._state):
+            for serial in self._in_use & idle.keys():
+                idle.move_to_end(serial)
         fresh = [record for record in self._records_of(outputs) if record.serial > newest]
         if self._among_strangers and facts.is_blank:
             self._blanks.update(record.serial for record in fresh if record.nbytes)
@@ -84,6 +94,9 @@ class Demand:
         elif in_backward and accumulates_gradient():  # the gradient is training state from now on
             for record in self._records_of(outputs):
                 self._idle.pop(record.serial, None)
+                if record.nbytes >= self._least_moved:
+                    self._parking.accumulated(record)
+                    self._state[record.serial] = record
         elif facts.makes_outputs and not facts.is_blank and (in_backward or torch.is_grad_enabled()):
             # What is made without gradients may be the optimizer's, and stay.
             self._idle.update((item.serial, item) for item in fresh if item.nbytes >= self._least_moved)
@@ -108,12 +121,13 @@ class Demand:
             return
         in_use = self._in_use | self._parking.arguments()
         chosen = []
-        for serial, record in list(self._idle.items()):
+        for serial, record in [*self._idle.items(), *self._state.items()]:
             if excess <= 0:
                 break
             storage = record.storage()
             if storage is None:
-                del self._idle[serial]
+                self._idle.pop(serial, None)
+                self._state.pop(serial, None)
             elif (
                 serial not in in_use
                 and self._parking.may_leave(record, storage)

@@ -204,7 +204,7 @@ class Executor:
         self._recomputer.begin(plan, self._kinds, verdicts or Verdicts())
         self._reuser.begin(plan, self._kinds)
         self._parking.begin(plan, self._kinds, on_demand=on_demand)
-        self._demand.begin(on=on_demand)
+        self._demand.begin(self._kinds, on=on_demand)
 
     # --- the clock ---
 
@@ -223,6 +223,7 @@ class Executor:
             if record is None or record.serial in self._kinds or (tensor.is_leaf and tensor.requires_grad):
                 if record is not None:
                     record.aliases += 1
+                    handle.record = record
             else:
                 entry = self._pool.adopt(tensor, record)
                 if entry.epoch != self._epoch:
@@ -249,9 +250,11 @@ class Executor:
         with torch._C._DisableTorchDispatch():
             entry = handle.entry
             if entry is None:
+                assert handle.tensor is not None
+                if self._parking.busy:
+                    self._parking.touch((handle.tensor,))
                 if this_step:
                     self._advance(Event.UNPACK, handle, None)
-                assert handle.tensor is not None
                 return handle.tensor
             self._where = ""  # names of nodes take time: asked for where somebody reads them
             storage = self._pool.request(entry, self._make_room)
@@ -272,10 +275,8 @@ class Executor:
             self._recorder.released(handle.recorded)
         if handle.entry is not None:
             self._pool.drop(handle.entry)
-        elif handle.tensor is not None:
-            record = self._ledger.see(handle.tensor) if _is_plain(handle.tensor) else None
-            if record is not None:
-                record.aliases -= 1
+        elif handle.record is not None:
+            handle.record.aliases -= 1
 
     def arrived(self, entry: Entry) -> None:
         """The pool gave a value new memory."""
@@ -317,7 +318,7 @@ class Executor:
             if action == "out":
                 self._pool.start_out(target, offset)
             elif action == "drop":
-                with self._demand.paused():  # its recipe is tried beside the true value
+                with self._demand.paused(), self._parking.peeking():  # its recipe is tried beside the true value
                     self._recomputer.drop(target, value)
             elif action == "release":
                 self._pool.wait_out(target)
@@ -355,6 +356,8 @@ class Executor:
     def _run_again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of a recipe inside the pool's care."""
         facts = self._table[func]
+        if self._parking.busy:  # recipes read parameters
+            self._parking.touch(tensors_in(args, kwargs))
         signature, need = self._needs.before(func, facts, args, kwargs)
         self._prepare(facts, need)
         before = self._ledger.live_bytes

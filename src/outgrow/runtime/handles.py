@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from outgrow.runtime.pool import Entry
+from outgrow.tracing.ledger import StorageRecord
 from outgrow.tracing.ops import nbytes_of
 
 
@@ -20,7 +21,7 @@ class Handle:
     """One saved tensor.
 
     Either `entry` is its value in the pool, and the window on it is rebuilt at unpack; or `tensor` is an alias that
-    is handed back as it is (parameters, buffers, layouts that the pool does not manage).
+    is handed back as it is (parameters, buffers, layouts that the pool does not manage), with its storage's `record`.
 
     `ghost` is a tensor without memory that shares the version counter of the saved one: autograd does not compare
     versions when saved-tensor hooks are set, so that we must.
@@ -38,6 +39,7 @@ class Handle:
         "nbytes",
         "number",
         "owner",
+        "record",
         "recorded",
         "tensor",
     )
@@ -56,6 +58,7 @@ class Handle:
         self.ghost = alias
         self.tensor: torch.Tensor | None = alias
         self.entry: Entry | None = None
+        self.record: StorageRecord | None = None
         self.nbytes = nbytes_of(tensor)
         self._version = tensor._version
         self._shape = torch.Size() if tensor.is_nested else tensor.shape

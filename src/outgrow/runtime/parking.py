@@ -3,11 +3,15 @@
 A parked value's storage stays what it is, with all tensors on it, and is empty for a while: `resize_(0)` bumps no
 version. Whoever reads or writes such a storage restores it first: the executor before each op, the pool before it
 touches a saved value, and `access.py` where Python code gets at memory past the dispatcher.
+
+Training state can leave as well, inside a backward pass, and is back when that is over: what runs then, an optimizer
+in C++ or a library that averages gradients, may read it unseen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +20,7 @@ import torch
 from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.planning.parks import may_park
 from outgrow.planning.plan import Plan
-from outgrow.planning.problem import Problem
+from outgrow.planning.problem import STATE, Problem
 from outgrow.runtime.copies.cpu import Copy, CpuCopies
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.tiers.disk import Slot
@@ -30,12 +34,14 @@ from outgrow.tracing.ops import OpFacts, tensors_within
 class _Parked:
     """A storage on its way out (`writing`), away, on its way back (`reading`), or back before anybody looked.
 
-    `held` keeps the memory alive while a copy is in flight; else nothing of ours holds the storage.
+    `held` keeps the memory alive while a copy is in flight; else nothing of ours holds the storage. What is `lent` is
+    training state.
     """
 
     record: StorageRecord
     nbytes: int
     slot: Slot
+    lent: bool
     held: torch.UntypedStorage | None = None
     writing: Copy | None = None
     reading: Copy | None = None
@@ -70,6 +76,7 @@ class Parking:
     def begin(self, plan: Plan | None, kinds: Mapping[int, Kind], *, on_demand: bool = False) -> None:
         """A step begins. `kinds` has the training state by serial number; `on_demand`: see `demand.py`."""
         self._kinds = kinds
+        self._lendable: set[int] = {serial for serial, kind in kinds.items() if kind in STATE}
         self._on_demand = on_demand
         self.on = on_demand or (plan is not None and bool(plan.parks))
         self.nbytes = 0
@@ -77,9 +84,10 @@ class Parking:
         self._births: dict[int, list[tuple[int, int]]] = {}
         self._sizes: dict[int, int] = {}
         self._names: dict[int, str] = {}
+        self._gradients: set[int] = set()
+        self._records: dict[int, StorageRecord] = {}
         if plan is not None:
             self._look_out_for({item.value for item in plan.parks}, plan.problem)
-        self._records: dict[int, StorageRecord] = {}
         self._own: set[int] = set()
         self._exposed: set[int] = set()
         self._cancelled: list[_Parked] = []
@@ -89,12 +97,21 @@ class Parking:
         self.is_watched: Callable[[], bool] = lambda: False
 
     def _look_out_for(self, values: Iterable[int], problem: Problem) -> None:
+        known = {record.serial: record for record in self._ledger.alive()} if values else {}
         for index in values:
             value = problem.trace.values[index]
-            if may_park(problem, index) and index in (made := problem.trace.ops[value.birth].outputs):
+            if not may_park(problem, index):
+                continue
+            self._sizes[index] = value.nbytes
+            if value.birth < 0:  # traces of a session have its ledger's numbers
+                record = known.get(value.storage)
+                if record is not None and self._kinds.get(record.serial) is value.kind:
+                    self._records[index] = record
+            elif index in (made := problem.trace.ops[value.birth].outputs):
                 self._births.setdefault(value.birth, []).append((made.index(index), index))
                 self._names[value.birth] = problem.trace.ops[value.birth].name
-                self._sizes[index] = value.nbytes
+                if value.kind is Kind.GRADIENT:
+                    self._gradients.add(index)
 
     @property
     def busy(self) -> bool:
@@ -132,6 +149,8 @@ class Parking:
         for place, value in self._births[number]:
             if place < len(born) and born[place].nbytes == self._sizes[value]:
                 self._records[value] = born[place]
+                if value in self._gradients:
+                    self._lendable.add(born[place].serial)
 
     def agrees(self, value: int, entry: Entry) -> bool:
         """Whether a saved value is where the op that made it left it, as far as is known here."""
@@ -184,27 +203,42 @@ class Parking:
             return
         known = self._pool.copy_of(record)
         if isinstance(known, Slot) and not self._pool.is_reading(storage):
-            self._parked[record.serial] = parked = _Parked(record, record.nbytes, known, storage)
+            self._parked[record.serial] = parked = _Parked(record, record.nbytes, known, lent=False, held=storage)
             self._empty(parked)
             return
         if not isinstance(known, Copy):
             known = self._copies.out.submit(self._pool.place(offset, record.nbytes), storage.data_ptr())
             self.nbytes += record.nbytes
-        self._parked[record.serial] = _Parked(record, record.nbytes, known.slot, storage, known)
+        self._start_writing(record, storage, known)
 
     def may_leave(self, record: StorageRecord, storage: torch.UntypedStorage) -> bool:
         """Whether a storage may be parked at all, if no function that runs was given it."""
         return (
             self.on
-            and record.serial in self._own
+            and (self._may_lend(record) if self._is_state(record) else record.serial in self._own)
             and record.serial not in self._exposed
-            and record.serial not in self._kinds
             and record.serial not in self._parked
             and record.nbytes == storage.nbytes()
             and storage.resizable()
             and not storage.is_shared()
             and self.is_watched()
         )
+
+    def _is_state(self, record: StorageRecord) -> bool:
+        return record.serial in self._kinds or record.serial in self._lendable
+
+    def _may_lend(self, record: StorageRecord) -> bool:
+        """Whether training state may leave: one tensor alone has it (an array would count as another)."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        return in_backward and record.serial in self._lendable and record.other_holders() <= 1
+
+    def accumulated(self, record: StorageRecord) -> None:
+        """A gradient is in place: it is training state from now on."""
+        self._lendable.add(record.serial)
+
+    def _start_writing(self, record: StorageRecord, storage: torch.UntypedStorage, copy: Copy) -> None:
+        lent = self._is_state(record)
+        self._parked[record.serial] = _Parked(record, record.nbytes, copy.slot, lent, storage, copy)
 
     def park(self, records: Sequence[StorageRecord]) -> None:
         """Park storages that may leave, and wait until they are away.
@@ -218,7 +252,7 @@ class Parking:
             assert storage is not None, "only what is alive may leave"
             slot = self._pool.reserve(record.nbytes)
             leaving.append(self._copies.out.submit(slot, storage.data_ptr()))
-            self._parked[record.serial] = _Parked(record, record.nbytes, slot, storage, leaving[-1])
+            self._start_writing(record, storage, leaving[-1])
             self.nbytes += record.nbytes
         for copy in leaving:
             self._pool.wait_for(copy)
@@ -278,6 +312,26 @@ class Parking:
         """As `restore`, for whatever is parked."""
         for parked in list(self._parked.values()):
             self.restore(parked.record)
+
+    def return_state(self) -> None:
+        """A backward pass is over: all of the training state comes back. Raises what `restore` raises."""
+        lent = [parked for parked in self._parked.values() if parked.lent]
+        for parked in lent:  # all of them on the lane, before the first is waited for
+            if parked.writing is None and self._is_away(parked):
+                self._make_room(parked.nbytes)
+                self._start_back(parked, may_evict=True)
+        for parked in lent:
+            self.restore(parked.record)
+
+    @contextmanager
+    def peeking(self) -> Iterator[None]:
+        """What a plan has parked and our own code reads meanwhile leaves again afterwards."""
+        before = [] if self._on_demand else list(self._parked.values())
+        yield
+        for parked in before:
+            storage = parked.record.storage()
+            if storage is not None and self.may_leave(parked.record, storage):
+                self._start_writing(parked.record, storage, self._copies.out.submit(parked.slot, storage.data_ptr()))
 
     def _forget(self, parked: _Parked) -> None:
         """It is parked no more: the place on the disk is free, unless a plan fixed it."""
@@ -431,7 +485,7 @@ class Parking:
             try:
                 self._come_back(parked)
             except (SpillError, DeviceOutOfMemory) as error:
-                self.failure = self.failure or error
+                self.failure = self.failure or (_lost_state(error) if parked.lent else error)
         for parked in list(self._parked.values()):
             self._forget(parked)
         for parked in self._cancelled:
@@ -450,3 +504,10 @@ class Parking:
             self._pool.make_room(parked.nbytes)
             self._start_back(parked, may_evict=True)
         self._settle_in(parked)
+
+
+def _lost_state(error: Exception) -> SpillError:
+    return SpillError(
+        f"training state that was parked could not be brought back, and is lost: {error}. Load the model and the"
+        " optimizer from your last checkpoint, and choose another spill_dir or a larger budget."
+    )

@@ -65,6 +65,10 @@ class Ledger:
         """The serial number of the storage that was seen first last."""
         return self._serial
 
+    def alive(self) -> list[StorageRecord]:
+        """The storages that are alive."""
+        return [record for record in self._records.values() if record.ref is not None]
+
     def work_here(self) -> None:
         """From now on the calling thread is the training's."""
         self._thread = threading.get_ident()
