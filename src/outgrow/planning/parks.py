@@ -16,11 +16,14 @@ from itertools import accumulate, pairwise
 
 from outgrow.planning.plan import Park
 from outgrow.planning.problem import Problem
-from outgrow.tracing.ir import Event
+from outgrow.tracing.ir import Event, Kind
 
 # As for other copies back (`policies/prefetch.py`): a late one stalls the device, an early one holds memory.
 _CAUTION = 1.3
 _LEAD_SECONDS = 2e-3
+# The op that makes the gradient of a linear layer's weight, and how much less than the gradient its sources must be.
+_PRODUCT = "aten.mm.default"
+_LEAST_GAIN = 0.5
 # Their outputs hold what lay in memory, until an op writes to them: or code that the trace does not show.
 _BLANK = ("aten.empty", "aten.new_empty", "aten._empty")
 
@@ -100,6 +103,32 @@ def away(problem: Problem, gap: Gap) -> tuple[int, int] | None:
     return (first, gap.before_op) if first < gap.before_op else None
 
 
+def sources_of_gradient(problem: Problem, value: int) -> tuple[int, ...] | None:
+    """What the product read that made a gradient, if it can be made anew from that when the backward pass is over."""
+    trace = problem.trace
+    record = trace.values[value]
+    if record.kind is not Kind.GRADIENT or record.birth < 0 or trace.ops[record.birth].name != _PRODUCT:
+        return None
+    sources = trace.ops[record.birth].inputs
+    for source in sources:
+        storage = trace.values[source].storage
+        if any(other.storage == storage and other.birth > record.birth for other in trace.values):
+            return None  # it is written over
+    return sources
+
+
+def _is_remade(problem: Problem, gap: Gap) -> bool:
+    """Whether the value of a gap is better made anew than copied: that takes less time, and its sources less room."""
+    sources = sources_of_gradient(problem, gap.value)
+    if sources is None:
+        return False
+    trace = problem.trace
+    nbytes = sum(trace.values[source].nbytes for source in sources)
+    # The measured time has the cost of fresh memory in it.
+    seconds = trace.ops[trace.values[gap.value].birth].flops / problem.hardware.flops_per_second
+    return nbytes <= _LEAST_GAIN * gap.nbytes and seconds <= problem.hardware.copy_in_seconds(gap.nbytes)
+
+
 def park(problem: Problem, gap: Gap, not_before: int = 0, wanted: float | None = None) -> Park | None:
     """Park a value over a gap: it leaves at once and comes back just in time, but not before op `not_before`.
 
@@ -135,10 +164,15 @@ def parks_for(problem: Problem, budget_bytes: int) -> tuple[Park, ...]:
     lent = [gap for gap in found if gap.is_lent]
     other = [gap for gap in found if not gap.is_lent]
     chosen = _chosen(problem, curve, other, budget_bytes)
+    remade: list[Gap] = []
     if lent and max(_without(problem, curve, chosen)) > budget_bytes:
-        chosen = _chosen(problem, curve, lent, budget_bytes)
+        dropped = {gap for gap in lent if _is_remade(problem, gap)}
+        remade = _chosen(problem, curve, [gap for gap in lent if gap in dropped], budget_bytes)
+        curve = _without(problem, curve, remade)
+        chosen = _chosen(problem, curve, [gap for gap in lent if gap not in dropped], budget_bytes)
         chosen += _chosen(problem, _without(problem, curve, chosen), other, budget_bytes)
-    return tuple(_in_time(problem, curve, chosen, budget_bytes))
+    drops = (replace(item, in_tick=-1, remade=True) for gap in remade if (item := park(problem, gap)) is not None)
+    return (*drops, *_in_time(problem, curve, chosen, budget_bytes))
 
 
 def _chosen(problem: Problem, curve: Sequence[int], found: Iterable[Gap], budget_bytes: int) -> list[Gap]:

@@ -88,12 +88,14 @@ class Park:
         out_tick: the tick at which the copy out starts; the memory goes when the copy is done.
         in_tick: the tick at which the copy back starts; -1 waits until an op wants it.
         offset: where it lies in the spill file, in bytes.
+        remade: it is not copied but dropped, and made anew by its op; what that read stays instead.
     """
 
     value: int
     out_tick: int
     in_tick: int
     offset: int
+    remade: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,12 @@ class Plan:
             raise TraceMismatch(f"{path} is not a plan that Outgrow wrote: {error!r}") from error
         for item in plan.offloads:
             plan._check_moves(item.value, (item.out_tick, item.release_tick, item.in_tick), item.offset, path)
+        from outgrow.planning.parks import sources_of_gradient  # parks are parts of plans
+
         for parked in plan.parks:
             plan._check_moves(parked.value, (parked.out_tick, parked.in_tick), parked.offset, path)
+            if parked.remade and sources_of_gradient(plan.problem, parked.value) is None:
+                raise TraceMismatch(f"{path} drops value {parked.value}, which its trace cannot make anew")
         for dropped in plan.recomputes:
             plan._check_recompute(dropped, path)
         ops = len(plan.problem.trace.ops)

@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outgrow.planning.parks import may_park
+from outgrow.planning.parks import may_park, sources_of_gradient
 from outgrow.planning.plan import Plan, Replay
 from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import Recipe, burst
@@ -117,6 +117,7 @@ class _Walk:
         for index in self._parks - self._entries.keys():
             self._entries[index] = _Entry(trace.values[index].nbytes, trace.values[index].death, movable=False)
         self._lent: list[int] = []  # training state that left in this backward pass
+        self._remade = {item.value for item in plan.parks if item.remade}
         self._recent: OrderedDict[int, None] = OrderedDict()
         # Values that go again at once when they were made anew for another's sake.
         self._brief = {item.value for item in plan.recomputes if item.replay is Replay.MEMORY}
@@ -242,6 +243,11 @@ class _Walk:
             if not self._in_backward_pass:
                 return
             self._lent.append(value)
+        if value in self._remade:
+            entry.parked = True
+            self._free(value)
+            self._live += self._source_bytes(value)
+            return
         if entry.copied:
             entry.parked = True
             self._free(value)
@@ -257,9 +263,9 @@ class _Walk:
         return 0 < self._op < len(ops) and ops[self._op - 1].phase is ops[self._op].phase is Phase.BACKWARD
 
     def _return_state(self) -> None:
-        """A backward pass is over: all of the training state comes back."""
+        """A backward pass is over: all of the training state comes back, what is made anew beside the copies."""
         lent, self._lent = list(dict.fromkeys(self._lent)), []
-        for value in lent:
+        for value in sorted(lent, key=self._remade.__contains__):
             self._unpark(value, waits=False)
         for value in lent:
             self._unpark(value)
@@ -273,9 +279,27 @@ class _Walk:
         if entry.parked and not entry.resident and not entry.dead:
             if self._live + entry.nbytes > self._budget:
                 self._make_room(entry.nbytes)
-            self._read(value)
+            if value in self._remade:
+                self._remake(value)
+            else:
+                self._read(value)
         if entry.resident and waits:
             self._wait_until(entry.arrives)
+
+    def _remake(self, value: int) -> None:
+        """Make a gradient anew from what the op that made it had read."""
+        entry, op = self._entries[value], self.problem.trace.ops[self.problem.trace.values[value].birth]
+        self._live += entry.nbytes
+        entry.resident, entry.parked = True, False
+        self._burst_peak = max(self._burst_peak, self._live + op.workspace_bytes)
+        self._live -= self._source_bytes(value)
+        self.time += op.seconds
+        self.recompute += op.seconds
+        self.recomputed_bytes += entry.nbytes
+
+    def _source_bytes(self, value: int) -> int:
+        sources = sources_of_gradient(self.problem, value) or ()
+        return sum(self.problem.trace.values[source].nbytes for source in sources)
 
     def _land(self) -> None:
         """Memory of values whose copy out is finished goes."""

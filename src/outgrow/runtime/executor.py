@@ -105,7 +105,7 @@ class Executor:
         self._kinds: Mapping[int, Kind] = {}
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again)
         self._reuser = Reuser(ledger, pool)
-        self._parking = Parking(ledger, pool, copies, ram, self._make_room)
+        self._parking = Parking(ledger, pool, copies, ram, self._make_room, self._run_inside)
         pool.parked = self._parking
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         self._recorder: Recorder | None = None
@@ -170,17 +170,17 @@ class Executor:
             peak_bytes=self._peak,
             seconds=seconds,
             stall_seconds=self._pool.stall_seconds,
-            recompute_seconds=self._recomputer.seconds,
+            recompute_seconds=self._recomputer.seconds + self._parking.remake_seconds,
             planned_bytes=self._pool.planned_bytes + self._parking.nbytes,
             evicted_bytes=self._pool.evicted_bytes,
-            recomputed_bytes=self._recomputer.nbytes,
+            recomputed_bytes=self._recomputer.nbytes + self._parking.remade_nbytes,
             saved_bytes=self._saved_bytes,
             oom_retries=self._pool.faults,
             fault_level=self._pool.fault_level,
             watched=self._watched,
             blind=self._blind,
             followed=self._plan is not None and self._tick == len(self._plan.problem.trace.ticks),
-            proved=self._recomputer.proofs > 0,
+            proved=self._recomputer.proofs + self._parking.proofs > 0,
             packs=tuple(self._packs),
             failure=self._parking.failure,
         )
@@ -201,9 +201,11 @@ class Executor:
         self._plan = plan
         self._entry_of: dict[int, Entry] = {}
         self._actions = _actions(plan) if plan is not None else {}
-        self._recomputer.begin(plan, self._kinds, verdicts or Verdicts())
+        verdicts = verdicts or Verdicts()
+        self._recomputer.begin(plan, self._kinds, verdicts)
         self._reuser.begin(plan, self._kinds)
-        self._parking.begin(plan, self._kinds, on_demand=on_demand)
+        recorded = self._recorder is not None
+        self._parking.begin(plan, self._kinds, verdicts, on_demand=on_demand, recorded=recorded)
         self._demand.begin(self._kinds, on=on_demand)
 
     # --- the clock ---
@@ -354,10 +356,14 @@ class Executor:
         return storage
 
     def _run_again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one op of a recipe inside the pool's care."""
-        facts = self._table[func]
+        """Run one op of a recipe."""
         if self._parking.busy:  # recipes read parameters
             self._parking.touch(tensors_in(args, kwargs))
+        return self._run_inside(func, args, kwargs)
+
+    def _run_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op of ours inside the pool's care."""
+        facts = self._table[func]
         signature, need = self._needs.before(func, facts, args, kwargs)
         self._prepare(facts, need)
         before = self._ledger.live_bytes
@@ -461,7 +467,7 @@ class Executor:
         for tensor in outputs:
             see(tensor)
         if self._parking.on:
-            self._parking.ran(number, facts, inputs, written, outputs, newest)
+            self._parking.ran(number, func, facts, args, inputs, written, outputs, newest)
         if self._demand.on:
             self._demand.ran(facts, inputs, written, outputs, newest)
         for record in written:
@@ -487,7 +493,7 @@ class Executor:
     @property
     def _lost_seconds(self) -> float:
         """Time that this step would not have taken in plain PyTorch."""
-        return self._pool.stall_seconds + self._recomputer.seconds
+        return self._pool.stall_seconds + self._recomputer.seconds + self._parking.remake_seconds
 
     def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A view will be made: an op of the trace, which needs no care."""

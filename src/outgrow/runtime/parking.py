@@ -10,6 +10,7 @@ in C++ or a library that averages gradients, may read it unseen.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from outgrow.planning.plan import Plan
 from outgrow.planning.problem import STATE, Problem
 from outgrow.runtime.copies.cpu import Copy, CpuCopies
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
+from outgrow.runtime.recompute import Verdicts
+from outgrow.runtime.remake import Remake, RunOp, can_remake, digest
 from outgrow.runtime.tiers.disk import Slot
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.tracing.ir import Kind
@@ -35,7 +38,8 @@ class _Parked:
     """A storage on its way out (`writing`), away, on its way back (`reading`), or back before anybody looked.
 
     `held` keeps the memory alive while a copy is in flight; else nothing of ours holds the storage. What is `lent` is
-    training state.
+    training state. What has a `remake` but no `copied` was dropped; where it has both, the former is tried beside the
+    latter, and `trial` is the hash of what it gave.
     """
 
     record: StorageRecord
@@ -45,6 +49,9 @@ class _Parked:
     held: torch.UntypedStorage | None = None
     writing: Copy | None = None
     reading: Copy | None = None
+    remake: Remake | None = None
+    copied: bool = True
+    trial: bytes = b""
 
 
 class Parking:
@@ -54,6 +61,8 @@ class Parking:
         on: values may be parked: the step's plan does so, and the step is still the plan's; or it is on demand.
         nbytes: bytes that were sent out in this step.
         failure: what went wrong when everything came back, if anything did.
+        remade_nbytes: bytes of the gradients that were made anew in this step, and `remake_seconds` the time for it.
+        proofs: gradients that were made anew beside a copy, to see whether they are the same.
     """
 
     def __init__(
@@ -63,18 +72,35 @@ class Parking:
         copies: CpuCopies,
         ram: Ram,
         make_room: Callable[[int], None],
+        run: RunOp,
     ) -> None:
-        """`make_room` is called before a copy back that somebody waits for, and raises where there is none."""
+        """`make_room` is called before a copy back that somebody waits for, and raises where there is none.
+
+        `run` runs one op inside the budget.
+        """
         self._ledger = ledger
         self._pool = pool
         self._copies = copies
         self._ram = ram
         self._make_room = make_room
+        self._run = run
         self._parked: dict[int, _Parked] = {}
-        self.begin(None, {})
+        self.begin(None, {}, Verdicts())
 
-    def begin(self, plan: Plan | None, kinds: Mapping[int, Kind], *, on_demand: bool = False) -> None:
-        """A step begins. `kinds` has the training state by serial number; `on_demand`: see `demand.py`."""
+    def begin(
+        self,
+        plan: Plan | None,
+        kinds: Mapping[int, Kind],
+        verdicts: Verdicts,
+        *,
+        on_demand: bool = False,
+        recorded: bool = False,
+    ) -> None:
+        """A step begins. `kinds` has the training state by serial number; `on_demand`: see `demand.py`.
+
+        In a step that is `recorded` nothing is made anew: lifetimes are those of the plain step. `verdicts` says
+        which gradients were the same when they were made anew, and is added to.
+        """
         self._kinds = kinds
         self._lendable: set[int] = {serial for serial, kind in kinds.items() if kind in STATE}
         self._on_demand = on_demand
@@ -85,6 +111,14 @@ class Parking:
         self._sizes: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._gradients: set[int] = set()
+        self._verdicts = verdicts
+        self._remade: dict[int, int] = {}  # gradients that are made anew, with the op that makes each
+        self._remakes: dict[int, Remake] = {}
+        self.remade_nbytes = self.proofs = 0
+        self.remake_seconds = 0.0
+        if plan is not None and not recorded:
+            births = ((item.value, plan.problem.trace.values[item.value].birth) for item in plan.parks if item.remade)
+            self._remade = {value: birth for value, birth in births if verdicts.gradients.get(birth, True)}
         self._records: dict[int, StorageRecord] = {}
         if plan is not None:
             self._look_out_for({item.value for item in plan.parks}, plan.problem)
@@ -127,7 +161,9 @@ class Parking:
     def ran(
         self,
         number: int,
+        func: Any,
         facts: OpFacts,
+        args: Sequence[Any],
         inputs: Sequence[torch.Tensor],
         written: Sequence[StorageRecord],
         outputs: Sequence[torch.Tensor],
@@ -151,6 +187,8 @@ class Parking:
                 self._records[value] = born[place]
                 if value in self._gradients:
                     self._lendable.add(born[place].serial)
+                if self._remade.get(value) == number and can_remake(func, args, outputs):
+                    self._remakes[value] = Remake(self._ledger, func, args, outputs[0])
 
     def agrees(self, value: int, entry: Entry) -> bool:
         """Whether a saved value is where the op that made it left it, as far as is known here."""
@@ -201,6 +239,10 @@ class Parking:
         if record.serial in self.arguments():
             self._postponed.append((value, offset))
             return
+        remake = self._remakes.pop(value, None)
+        if remake is not None and remake.is_true:
+            self._drop(value, record, storage, remake, self._pool.place(offset, record.nbytes))
+            return
         known = self._pool.copy_of(record)
         if isinstance(known, Slot) and not self._pool.is_reading(storage):
             self._parked[record.serial] = parked = _Parked(record, record.nbytes, known, lent=False, held=storage)
@@ -223,6 +265,20 @@ class Parking:
             and not storage.is_shared()
             and self.is_watched()
         )
+
+    def _drop(
+        self, value: int, record: StorageRecord, storage: torch.UntypedStorage, remake: Remake, slot: Slot
+    ) -> None:
+        """Let go of a gradient that can be made anew; the first time it is copied as well, to see whether it can."""
+        if self._remade[value] in self._verdicts.gradients:
+            self._parked[record.serial] = _Parked(record, record.nbytes, slot, lent=True, remake=remake, copied=False)
+            storage.resize_(0)
+            self._ledger.see_storage(storage)
+            return
+        copy = self._copies.out.submit(slot, storage.data_ptr())
+        self._start_writing(record, storage, copy)
+        self._parked[record.serial].remake = remake
+        self.nbytes += record.nbytes
 
     def _is_state(self, record: StorageRecord) -> bool:
         return record.serial in self._kinds or record.serial in self._lendable
@@ -283,7 +339,10 @@ class Parking:
                 self.restore(record)
 
     def before_write(self, record: StorageRecord) -> None:
-        """Somebody is about to write to a storage: no copy of ours may still read it."""
+        """Somebody is about to write to a storage: no copy of ours may still read it, nor have to be made from it."""
+        for parked in list(self._parked.values()):
+            if parked.remake is not None and not parked.copied and parked.remake.reads(record):
+                self.restore(parked.record)
         for parked in list(self._cancelled):
             if parked.record is record and parked.writing is not None:
                 self._pool.wait_for(parked.writing)
@@ -316,7 +375,8 @@ class Parking:
     def return_state(self) -> None:
         """A backward pass is over: all of the training state comes back. Raises what `restore` raises."""
         lent = [parked for parked in self._parked.values() if parked.lent]
-        for parked in lent:  # all of them on the lane, before the first is waited for
+        # All copies are on the lane before the first is waited for, or anything is made anew.
+        for parked in sorted(lent, key=lambda parked: parked.remake is not None):
             if parked.writing is None and self._is_away(parked):
                 self._make_room(parked.nbytes)
                 self._start_back(parked, may_evict=True)
@@ -337,6 +397,8 @@ class Parking:
         """It is parked no more: the place on the disk is free, unless a plan fixed it."""
         del self._parked[parked.record.serial]
         self._pool.release(parked.slot)
+        if parked.remake is not None:
+            parked.remake.let_go()
 
     @staticmethod
     def _is_away(parked: _Parked) -> bool:
@@ -350,6 +412,8 @@ class Parking:
     def _settle_out(self, parked: _Parked) -> None:
         """It is wanted before it left: it stays. The copy goes on, and holds the memory until it is done."""
         del self._parked[parked.record.serial]
+        if parked.remake is not None:
+            parked.remake.let_go()
         self._cancelled.append(parked)
         self._forget_cancelled()
 
@@ -378,8 +442,20 @@ class Parking:
                     raise DeviceOutOfMemory("no memory for a parked value that was to come back") from error
                 self._pool.page_fault(error, parked.nbytes, "a parked value on its way back")
         self._ledger.see_storage(storage)
+        if parked.remake is not None and not parked.trial:
+            self._make_anew(parked.remake, storage)
+            if not parked.copied:
+                return
+            parked.trial = digest(storage)
         parked.held = storage
         parked.reading = self._copies.back.submit(parked.slot, storage.data_ptr())
+
+    def _make_anew(self, remake: Remake, storage: torch.UntypedStorage) -> None:
+        self.touch(remake.sources)
+        started = time.perf_counter()
+        remake.run(storage, self._run)
+        self.remake_seconds += time.perf_counter() - started
+        self.remade_nbytes += storage.nbytes()
 
     def _settle_in(self, parked: _Parked) -> None:
         reading = parked.reading
@@ -387,12 +463,22 @@ class Parking:
             return
         self._pool.wait_for(reading)
         held, parked.held, parked.reading = parked.held, None, None
-        if reading.error is None:
-            return
         assert held is not None
+        if reading.error is None:
+            if parked.trial:
+                self._judge(parked, digest(held))
+            return
         held.resize_(0)
         self._ledger.see_storage(held)
         reading.check()
+
+    def _judge(self, parked: _Parked, truth: bytes) -> None:
+        """A gradient is back from the disk: was it the same when it was made anew?"""
+        births = (self._remade[value] for value, record in self._records.items() if record is parked.record)
+        for birth in births:
+            self._verdicts.gradients[birth] = parked.trial == truth
+        parked.trial = b""
+        self.proofs += 1
 
     # --- room ---
 
@@ -492,6 +578,9 @@ class Parking:
             assert parked.writing is not None
             parked.writing.wait()
         self._forget_cancelled()
+        for remake in self._remakes.values():
+            remake.let_go()
+        self._remakes.clear()
         self._records.clear()
         self._calls.clear()
         self._postponed.clear()

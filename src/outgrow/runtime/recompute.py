@@ -27,11 +27,13 @@ class Verdicts:
     """What became of a plan's recipes: values whose recipes gave the very same bits, and those whose did not.
 
     A value is named by the number of the first saved tensor that has it, which means the same in all traces of one
-    kind of step.
+    kind of step. `gradients` says of gradients that are made anew, by the number of the op that makes them, whether
+    they were the same.
     """
 
     good: set[int] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
+    gradients: dict[int, bool] = field(default_factory=dict)
 
 
 class Recomputer:
