@@ -252,6 +252,8 @@ class Session:
         if outcome.watched:
             self._peak = max(self._peak, outcome.peak_bytes)
         if error is not None:
+            if outcome.failure is not None:
+                error.add_note(str(outcome.failure))
             return
         if outcome.failure is not None:
             raise outcome.failure

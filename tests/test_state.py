@@ -1,0 +1,521 @@
+"""Training state leaves in a backward pass and is back when that is over; nobody can tell."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import outgrow
+from outgrow import SpillError, TraceMismatch
+from outgrow.planning.floor import least_budget
+from outgrow.planning.parks import gaps, park, parks_for, sources_of_gradient
+from outgrow.planning.plan import Plan, make_plan
+from outgrow.planning.problem import Problem
+from outgrow.runtime import remake
+from outgrow.runtime.parking import Parking
+from outgrow.runtime.tiers.disk import Slot, SpillFile
+from outgrow.tracing.ir import Kind
+from outgrow.tracing.ledger import StorageRecord
+from steps import Make, Training, assert_equal_to_plain, train_in_session, train_plain
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@dataclass(frozen=True)
+class Lend:
+    """Parks all training state whenever it may be away, of each gap one in `of` if `draws` say so.
+
+    `remade` says whether gradients are made anew where that can be.
+    """
+
+    remade: bool = True
+    prefetch: bool = True
+    draws: tuple[int, ...] = (0,)
+    name: str = "lend"
+
+    def plan(self, problem: Problem) -> Plan:
+        found = []
+        for number, gap in enumerate(gaps(problem)):
+            draw = self.draws[number % len(self.draws)]
+            item = park(problem, gap) if gap.is_lent and draw % 3 < 2 else None
+            if item is None:
+                continue
+            anew = self.remade and draw % 2 == 0 and sources_of_gradient(problem, gap.value) is not None
+            in_tick = item.in_tick if self.prefetch and not anew else -1
+            found.append(replace(item, in_tick=in_tick, remade=anew))
+        return make_plan(self.name, problem, (), parks=tuple(found))
+
+    def __str__(self) -> str:
+        return f"{'anew' if self.remade else 'copied'}{'' if self.prefetch else '-late'}"
+
+
+LENDING = (Lend(), Lend(remade=False), Lend(remade=False, prefetch=False))
+
+
+class Heavy(nn.Module):
+    """A small VGG: convolutions with large maps, then linear layers with large weights."""
+
+    def __init__(self, width: int = 8, hidden: int = 96, *, tied: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+        self.wide = nn.Linear(width * 8 * 8, hidden)
+        self.middle = nn.Linear(hidden, hidden)
+        self.again = self.middle if tied else nn.Linear(hidden, hidden)
+        self.leave = nn.Linear(hidden, 10)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(self.second(self.first(x).relu()).relu(), 4).flatten(1)
+        x = self.dropout(self.wide(x).relu())
+        return self.leave(self.again(self.middle(x).relu()).relu())
+
+
+Optimize = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def supervised(
+    build: Callable[[], nn.Module] = Heavy,
+    optimize: Optimize = sgd,
+    *,
+    after_backward: Callable[[nn.Module], float] | None = None,
+    passes: int = 1,
+    set_to_none: bool = True,
+    autocast: bool = False,
+) -> Make:
+    """Classification of random images; what `after_backward` finds is part of the loss."""
+
+    def make() -> Training:
+        model = build()
+        opt = optimize(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            total = torch.zeros(())
+            for part in range(passes):
+                generator = torch.Generator().manual_seed(passes * k + part)
+                x = torch.randn((8, 3, 32, 32), generator=generator)
+                y = torch.randint(0, 10, (8,), generator=generator)
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    loss = F.cross_entropy(model(x).float(), y)
+                loss.backward()
+                total += loss.detach()
+            if after_backward is not None:
+                total += after_backward(model)
+            opt.step()
+            opt.zero_grad(set_to_none=set_to_none)
+            return total
+
+        return Training([model], [opt], run)
+
+    return make
+
+
+@dataclass
+class Seen:
+    """What left in a step: training state, and gradients that were dropped."""
+
+    lent: list[StorageRecord] = field(default_factory=list)
+    dropped: int = 0
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Takes down what leaves."""
+    found = Seen()
+    write, make_anew = Parking._start_writing, Parking._make_anew
+
+    def writing(self: Parking, record: StorageRecord, storage: torch.UntypedStorage, copy: Any) -> None:
+        write(self, record, storage, copy)
+        if self._parked[record.serial].lent:
+            assert torch._C._current_graph_task_id() != -1, "state leaves only in a backward pass"
+            found.lent.append(record)
+
+    def making(self: Parking, item: remake.Remake, storage: torch.UntypedStorage) -> None:
+        found.dropped += 1
+        make_anew(self, item, storage)
+
+    monkeypatch.setattr(Parking, "_start_writing", writing)
+    monkeypatch.setattr(Parking, "_make_anew", making)
+    return found
+
+
+# --- the same training ---
+
+
+@pytest.mark.parametrize("policy", LENDING, ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        supervised(),
+        supervised(lambda: Heavy(tied=True)),
+        supervised(lambda: Heavy(dropout=0.3)),
+        supervised(passes=2),
+        supervised(passes=2, set_to_none=False),
+        supervised(autocast=True),
+        supervised(optimize=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)),
+        supervised(optimize=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True)),
+    ],
+    ids=["sgd", "tied", "dropout", "accumulated", "zeroed", "autocast", "adam", "foreach"],
+)
+def test_training_is_the_same(make: Make, policy: Lend, seen: Seen) -> None:
+    ours, _ = train_in_session(make, 5, budget="1GiB", policy=policy)
+    assert ours == train_plain(make, 5)
+    assert seen.lent
+
+
+@pytest.mark.parametrize("optimize", [sgd, lambda parameters: torch.optim.Adam(parameters, lr=1e-3)])
+def test_the_least_budget_holds(optimize: Optimize) -> None:
+    make = supervised(lambda: Heavy(hidden=512), optimize)
+    budget = int(least_of(make) * 1.03) + 4096
+    ours, summaries = train_in_session(make, 5, budget=budget)
+    assert ours == train_plain(make, 5)
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+
+
+def problem_of(make: Make, budget_bytes: int = 1) -> Problem:
+    def step() -> outgrow.TrainingStep:
+        torch.manual_seed(0)
+        training = make()
+        return outgrow.TrainingStep(training.models, training.optimizers, lambda: training.run(0))
+
+    hardware = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9)
+    return Problem(outgrow.trace(step, fake=False), hardware, budget_bytes, least_moved_bytes=1)
+
+
+def least_of(make: Make) -> int:
+    return least_budget(problem_of(make)).bytes
+
+
+def test_gradient_penalties(seen: Seen) -> None:
+    def make() -> Training:
+        model = Heavy()
+        opt = sgd(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            x = torch.randn((4, 3, 32, 32), generator=torch.Generator().manual_seed(k)).requires_grad_()
+            out = model(x).logsumexp(1).sum()
+            (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+            loss = out + gradient.square().sum()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        return Training([model], [opt], run)
+
+    ours, _ = train_in_session(make, 4, budget="1GiB", policy=Lend())
+    assert ours == train_plain(make, 4)
+    assert seen.lent
+
+
+def test_an_optimizer_inside_the_backward_pass(seen: Seen) -> None:
+    def make() -> Training:
+        model = Heavy()
+        opts = {parameter: torch.optim.SGD([parameter], lr=0.05, momentum=0.9) for parameter in model.parameters()}
+
+        def update(parameter: torch.Tensor) -> None:
+            opts[parameter].step()  # type: ignore[index]
+            opts[parameter].zero_grad()  # type: ignore[index]
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+
+        def run(k: int) -> torch.Tensor:
+            x = torch.randn((4, 3, 32, 32), generator=torch.Generator().manual_seed(k))
+            loss = model(x).logsumexp(1).sum()
+            loss.backward()
+            return loss.detach()
+
+        return Training([model], list(opts.values()), run)
+
+    ours, _ = train_in_session(make, 4, budget="1GiB", policy=Lend())
+    assert ours == train_plain(make, 4)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    draws=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    layers=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["relu", "tanh", "twice", "same"])), max_size=5),
+    passes=st.integers(1, 2),
+)
+def test_random_networks_and_random_loans(draws: list[int], layers: list[tuple[int, str]], passes: int) -> None:
+    class Drawn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Linear(3 * 32 * 32, 24)
+            self.layers = nn.ModuleList(nn.Linear(24, 24, bias=size > 1) for size, _ in layers)
+            self.leave = nn.Linear(24, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.enter(x.flatten(1))
+            for layer, (_, how) in zip(self.layers, layers, strict=True):
+                if how == "relu":
+                    x = layer(x).relu_()
+                elif how == "tanh":
+                    x = x + layer(x).tanh()
+                elif how == "twice":
+                    x = layer(layer(x).sigmoid())
+                else:
+                    x = self.layers[0](x) * 0.5
+            return self.leave(x)
+
+    make = supervised(Drawn, passes=passes)
+    ours, _ = train_in_session(make, 4, budget="1GiB", policy=Lend(draws=tuple(draws)))
+    assert ours == train_plain(make, 4)
+
+
+# --- who looks ---
+
+
+def unseen(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_float]:
+    """A tensor's memory as C++ code would have it, which neither Python functions nor the dispatcher show."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+
+
+def weigh_all_unseen(model: nn.Module) -> float:
+    found = 0.0
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        found += float(np.abs(np.frombuffer(unseen(parameter.grad), dtype=np.float32)).sum())
+        found += float(np.abs(np.frombuffer(unseen(parameter), dtype=np.float32)).sum())
+    return found
+
+
+def test_after_the_backward_pass_all_is_back_for_code_that_nobody_sees(seen: Seen) -> None:
+    make = supervised(after_backward=weigh_all_unseen)
+    for policy in LENDING:
+        ours, _ = train_in_session(make, 4, budget="1GiB", policy=policy)
+        assert ours == train_plain(make, 4)
+    assert seen.lent
+    assert seen.dropped
+
+
+@pytest.mark.parametrize("look", [lambda tensor: tensor.numpy(), lambda tensor: np.asarray(tensor.tolist())])
+def test_hooks_that_look_at_parameters_and_gradients(look: Callable[[torch.Tensor], Any], seen: Seen) -> None:
+    def build() -> nn.Module:
+        model = Heavy()
+
+        def hook(module: nn.Module, before: Any, after: Any) -> None:
+            for parameter in model.parameters():
+                with torch.no_grad():
+                    found.append(float(np.abs(look(parameter.detach())).sum()))
+                    if parameter.grad is not None:
+                        found.append(float(np.abs(look(parameter.grad)).sum()))
+
+        model.first.register_full_backward_hook(hook)
+        return model
+
+    def sum_up(model: nn.Module) -> float:
+        total = sum(found)
+        found.clear()
+        return total
+
+    found: list[float] = []
+    make = supervised(build, after_backward=sum_up)
+    ours, _ = train_in_session(make, 4, budget="1GiB", policy=Lend())
+    assert ours == train_plain(make, 4)
+    assert seen.lent
+
+
+def test_a_parameter_that_an_array_shares_stays(seen: Seen) -> None:
+    torch.manual_seed(0)
+    model = Heavy()
+    array = model.wide.weight.detach().numpy()
+    opt = sgd(model.parameters())
+    with outgrow.Session(model, opt, budget="1GiB", policy=Lend(), least_moved_bytes=1) as session:
+        for _ in range(4):
+            with session.step():
+                model(torch.randn(4, 3, 32, 32)).sum().backward()
+                opt.step()
+                opt.zero_grad()
+        shared = session._ledger.see(model.wide.weight)
+        assert seen.lent
+        assert shared not in seen.lent
+    assert np.array_equal(array, model.wide.weight.detach().numpy())
+
+
+def test_buffers_stay(seen: Seen) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 30 * 30, 10))
+
+    problem = problem_of(supervised(build))
+    kinds = {problem.trace.values[gap.value].kind for gap in gaps(problem) if gap.is_lent}
+    assert kinds == {Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER}
+    assert_equal_to_plain(supervised(build), policy=Lend())
+
+
+# --- gradients that are made anew ---
+
+
+def test_a_gradient_that_is_not_the_same_when_made_anew_is_copied(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Parking._make_anew
+    tried = []
+
+    def making(self: Parking, item: remake.Remake, storage: torch.UntypedStorage) -> None:
+        tried.append(storage)
+        run(self, item, storage)
+        memory = (ctypes.c_ubyte * 1).from_address(storage.data_ptr())
+        memory[0] ^= 1
+
+    monkeypatch.setattr(Parking, "_make_anew", making)
+    make = supervised()
+    ours, summaries = train_in_session(make, 5, budget="1GiB", policy=Lend())
+    assert ours == train_plain(make, 5)
+    assert tried
+    assert summaries[-1].recomputed_bytes == 0
+
+
+def test_gradients_are_dropped_once_they_proved_the_same() -> None:
+    make = supervised()
+    _, summaries = train_in_session(make, 5, budget="1GiB", policy=Lend())
+    _, copied = train_in_session(make, 5, budget="1GiB", policy=Lend(remade=False))
+    gradients = sum(layer.weight.nbytes for layer in Heavy().children() if isinstance(layer, nn.Linear))
+    assert summaries[-1].recomputed_bytes == gradients
+    assert summaries[-1].offloaded_bytes == copied[-1].offloaded_bytes - gradients
+
+
+def test_writes_to_what_a_gradient_is_made_from(seen: Seen) -> None:
+    """From the fourth step on the layer's input is overwritten after the gradient was made, and dropped."""
+
+    def build() -> nn.Module:
+        model = Heavy()
+        inputs: dict[int, torch.Tensor] = {}
+        steps = iter(range(100))
+
+        def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            inputs.clear()
+            inputs[next(steps)] = args[0].detach()
+
+        def spoil(module: nn.Module, before: Any, after: Any) -> None:
+            for step, tensor in inputs.items():
+                if step >= 3:
+                    with torch.no_grad():
+                        tensor.mul_(2)
+
+        model.wide.register_forward_pre_hook(note)
+        model.second.register_full_backward_hook(spoil)
+        return model
+
+    make = supervised(build)
+    ours, _ = train_in_session(make, 6, budget="1GiB", policy=Lend())
+    assert ours == train_plain(make, 6)
+    assert seen.dropped
+
+
+# --- when something goes wrong ---
+
+
+@pytest.mark.parametrize("what", ["error", "write", "read"])
+def test_after_a_fault_the_state_is_there_or_the_error_says_that_it_is_lost(
+    what: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Heavy()
+    opt = sgd(model.parameters())
+    fails = False
+
+    def stop(module: nn.Module, before: Any, after: Any) -> None:
+        if fails and what == "error":
+            raise ZeroDivisionError
+
+    def broken(self: SpillFile, slot: Slot, address: int) -> None:
+        if fails:
+            raise SpillError(5, "no luck")
+        move(self, slot, address)
+
+    if what != "error":
+        move = getattr(SpillFile, what)
+        monkeypatch.setattr(SpillFile, what, broken)
+    model.first.register_full_backward_hook(stop)
+    x = torch.randn(8, 3, 32, 32)
+    with outgrow.Session(model, opt, budget="1GiB", policy=Lend(remade=False), least_moved_bytes=1) as session:
+        for _ in range(3):
+            with session.step():
+                model(x).sum().backward()
+                opt.step()
+                opt.zero_grad()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        assert seen.lent
+        fails = True
+        expected = {"error": ZeroDivisionError, "write": SpillError, "read": SpillError}
+        with pytest.raises(expected[what]) as caught, session.step():
+            model(x).sum().backward()
+        fails = False
+        if what == "read":
+            notes = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+            assert any("checkpoint" in note for note in notes)
+        else:
+            assert all(map(torch.equal, before, model.parameters()))
+            with session.step():
+                model(x).sum().backward()
+
+
+# --- plans ---
+
+
+def test_state_is_parked_only_where_the_rest_is_not_enough() -> None:
+    problem = problem_of(supervised(lambda: Heavy(width=32)))
+    least = least_budget(problem).bytes
+    chosen = [parks_for(problem, budget) for budget in (least * 3 // 2, least)]
+    assert [any(problem.is_state(item.value) for item in parks) for parks in chosen] == [False, True]
+    assert chosen[0]
+
+
+def test_gradients_that_small_matrices_make_are_not_copied() -> None:
+    problem = problem_of(supervised(lambda: Heavy(hidden=512)))
+    chosen = parks_for(problem, least_budget(problem).bytes)
+    gradients = [item for item in chosen if problem.trace.values[item.value].kind is Kind.GRADIENT]
+    assert any(item.remade for item in gradients)
+    for item in gradients:
+        sources = sources_of_gradient(problem, item.value) or ()
+        read = sum(problem.trace.values[source].nbytes for source in sources)
+        assert not item.remade or read <= problem.trace.values[item.value].nbytes / 2
+
+
+def test_loans_lie_inside_a_backward_pass() -> None:
+    problem = problem_of(supervised(passes=2))
+    assert len(problem.backward_passes) == 2
+    lent = [gap for gap in gaps(problem) if gap.is_lent]
+    assert lent
+    for gap in lent:
+        assert any(start <= gap.after_op < gap.before_op <= end for start, end in problem.backward_passes)
+
+
+def test_the_simulator_foresees_peak_and_copies(seen: Seen) -> None:
+    make = supervised(lambda: Heavy(hidden=512))
+    budget = int(least_of(make) * 1.03) + 4096
+    _, summaries = train_in_session(make, 5, budget=budget)
+    last = summaries[-1]
+    assert last.predicted_peak_bytes is not None
+    assert last.measured_peak_bytes == pytest.approx(last.predicted_peak_bytes, rel=0.01)
+    assert seen.lent
+
+
+def test_a_plan_file_that_drops_what_cannot_be_made_anew_is_refused(tmp_path: Path) -> None:
+    problem = problem_of(supervised())
+    plan = Lend().plan(problem)
+    plan.save(tmp_path / "good")
+    assert Plan.load(tmp_path / "good") == plan
+    copied: Sequence[Any] = Lend(remade=False).plan(problem).parks
+    bad = next(item for item in copied if problem.trace.values[item.value].kind is Kind.PARAMETER)
+    make_plan("bad", problem, (), parks=(replace(bad, remade=True),)).save(tmp_path / "bad")
+    with pytest.raises(TraceMismatch, match="cannot make anew"):
+        Plan.load(tmp_path / "bad")
