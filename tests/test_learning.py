@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import outgrow
 from outgrow.learning import Planner, StepKind
@@ -142,3 +143,19 @@ def test_proofs_last_while_the_forward_pass_is_the_same(trace: outgrow.Trace) ->
     first = next(number for number, op in enumerate(trace.ops) if op.phase is Phase.FORWARD)
     learn(trace.with_ops([replace(op, name="aten.other") if n == first else op for n, op in enumerate(trace.ops)]))
     assert not kind.verdicts.good
+
+
+def test_a_program_that_keeps_something_of_each_step_is_not_recorded_for_ever() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kept, replans = [], []
+    with outgrow.Session(model, opt, budget="1GiB") as session:
+        for _ in range(6):
+            with session.step():
+                out = model[:2](torch.randn(64, 64))
+                model[2](out).sum().backward()
+                opt.step()
+                opt.zero_grad()
+            kept[:] = [out.detach()]
+            replans.append(session.summary().replans)
+    assert replans[-1] == replans[2]

@@ -294,7 +294,9 @@ class Session:
         trace = with_lasting_state(trace)
         # What else was made in this step and stays is there from now on.
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1))
-        steady = known is not None and base <= _LEAST_BASE_BYTES and not outcome.blind
+        # A program that keeps something of each step until the next one has as much there all the time.
+        usual = _LEAST_BASE_BYTES if known is None else max(_LEAST_BASE_BYTES, known.plan.problem.base_bytes)
+        steady = known is not None and base <= usual and not outcome.blind
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
         plan = self._planner.plan(problem)
         if steady or not plan.evicts:
