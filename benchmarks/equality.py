@@ -29,14 +29,14 @@ from outgrow.units import format_bytes, format_seconds
 # The networks, small, and how they train in turn with plain PyTorch are the tests'.
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from cases import CASES, training_of
-from steps import Make, RecomputeAll, Result, bounds_of, train_in_session, train_plain
+from steps import Make, ParkAll, RecomputeAll, Result, bounds_of, train_in_session, train_plain
 
 _CASES = (*CASES, ("vgg-116", 32, 1))
 _STEPS = 4
 _SHARE = 0.6
 _LEAST_MOVED_BYTES = 4096
 _POLICIES: Mapping[str, str | Policy] = {name: name for name in outgrow.policies()} | {
-    policy.name: policy for policy in (RecomputeAll(),)
+    policy.name: policy for policy in (RecomputeAll(), ParkAll())
 }
 
 

@@ -27,7 +27,7 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import StorageRecord
-from steps import Make, Training, assert_equal_to_plain, train_in_session, train_plain
+from steps import Make, RecomputeAll, Training, assert_equal_to_plain, train_in_session, train_plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -199,6 +199,25 @@ def problem_of(make: Make, budget_bytes: int = 1) -> Problem:
 
 def least_of(make: Make) -> int:
     return least_budget(problem_of(make)).bytes
+
+
+def test_loans_beside_recompute(seen: Seen) -> None:
+    """Recipes read parameters: those that are lent come back for them, and recipes' own aliases hinder nobody."""
+
+    @dataclass(frozen=True)
+    class LendAndRecompute:
+        name: str = "lend-and-recompute"
+
+        def plan(self, problem: Problem) -> Plan:
+            dropped = RecomputeAll().plan(problem).recomputes
+            return make_plan(self.name, problem, (), dropped, parks=Lend().plan(problem).parks)
+
+    make = supervised()
+    ours, summaries = train_in_session(make, 5, budget="1GiB", policy=LendAndRecompute())
+    assert ours == train_plain(make, 5)
+    model_bytes = sum(parameter.nbytes for parameter in Heavy().parameters())
+    assert summaries[-1].recomputed_bytes > 0
+    assert summaries[-1].offloaded_bytes > model_bytes
 
 
 def test_gradient_penalties(seen: Seen) -> None:

@@ -1,7 +1,7 @@
 """Recipes: the least run of ops that makes a saved value anew from what is still there (design, section 4).
 
-Sources are training state, which never leaves, and other saved values, which the pool has somewhere: on the device,
-on the disk, or dropped with a recipe of their own.
+Sources are training state, which is there or comes back for them, and other saved values, which the pool has
+somewhere: on the device, on the disk, or dropped with a recipe of their own.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A parameter or buffer that a call read. `alias` costs no memory: training state never leaves.
+    """A parameter or buffer that a call read. `alias` costs no memory: it counts as ours where state may be lent.
 
     `is_read` is false for running statistics that the call only updates: what they are does not matter to it.
     """
@@ -116,6 +116,14 @@ class Cookbook:
         self._ledger = ledger
         self._kinds = kinds
         self._made_by: dict[Contents, Call] = {}
+        self._aliased: list[StorageRecord] = []
+
+    def close(self) -> None:
+        """The step is over: its calls are nobody's any more, but those of recipes that are still wanted."""
+        for record in self._aliased:
+            record.aliases -= 1
+        self._aliased.clear()
+        self._made_by.clear()
 
     def take_down(
         self,
@@ -178,6 +186,8 @@ class Cookbook:
         kind = self._kinds.get(record.serial)
         if kind is not None:
             alias = item.detach()
+            record.aliases += 1
+            self._aliased.append(record)
             is_buffer = kind is Kind.BUFFER
             is_read = buffers_are_read or not is_buffer
             states.append(State(alias, alias._version, record.serial, is_buffer, is_read))

@@ -57,6 +57,7 @@ class Recomputer:
         self._pool = pool
         self._fetch = fetch
         self._run = run
+        self._cookbook = Cookbook(ledger, {})
         self.begin(None, {}, Verdicts())
 
     def begin(self, plan: Plan | None, kinds: Mapping[int, Kind], verdicts: Verdicts) -> None:
@@ -65,6 +66,7 @@ class Recomputer:
         self.nbytes = 0
         self.proofs = 0
         self._verdicts = verdicts
+        self._cookbook.close()
         self._cookbook = Cookbook(self._ledger, kinds)
         self._wanted_ops = _ops_of_recipes(plan) if plan is not None else {}
         self._replays = {item.value: item.replay for item in plan.recomputes} if plan is not None else {}
