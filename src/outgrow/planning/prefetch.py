@@ -9,17 +9,19 @@ from outgrow.planning.problem import Candidate, Problem
 
 # Copies are planned to take this much longer than the device's profile says: a late copy stalls the device for
 # all of its lateness, an early one holds memory a little longer.
-_CAUTION = 1.3
+CAUTION = 1.3
 # And to be wanted this share of the step earlier: the clock that starts them ticks only so often.
 _LEAD_SHARE = 5e-4
 
 
 def with_prefetch(
-    problem: Problem, chosen: Sequence[Candidate], dropped: Sequence[Candidate] = ()
+    problem: Problem, chosen: Sequence[Candidate], dropped: Sequence[Candidate] = (), *, caution: float = CAUTION
 ) -> tuple[Offload, ...]:
     """Offload `chosen` as soon as they are saved; copy them back one after the other, each just in time.
 
-    As late as possible, as early as needed: by the backward pass, or by the recipes of what is `dropped`.
+    As late as possible, as early as needed: by the backward pass, or by the recipes of what is `dropped`. Copies are
+    taken to be slower than the device's profile says by the factor `caution`. Where the lane is hardly ever idle,
+    that would have them start before there is room, or before the value has left.
     """
     wanted = {item.value: item.first_unpack for item in chosen}
     for item in dropped:
@@ -32,7 +34,7 @@ def with_prefetch(
     for item in sorted(chosen, key=lambda item: -wanted[item.value]):
         unpack = wanted[item.value]
         finish = min(problem.tick_time(unpack) - lead, lane_free)
-        lane_free = finish - _CAUTION * problem.hardware.copy_in_seconds(item.nbytes)
+        lane_free = finish - caution * problem.hardware.copy_in_seconds(item.nbytes)
         starts[item.value] = max(min(problem.last_tick_before(lane_free), unpack - 1), item.last_pack)
     return tuple(
         Offload(

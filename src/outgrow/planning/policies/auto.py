@@ -19,7 +19,7 @@ from outgrow.planning.policies.checkpoint import Checkpoint
 from outgrow.planning.policies.layrub import Layrub
 from outgrow.planning.policies.superneurons import SuperNeurons
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
-from outgrow.planning.prefetch import dropped_early, with_prefetch
+from outgrow.planning.prefetch import CAUTION, dropped_early, with_prefetch
 from outgrow.planning.problem import Candidate, Problem
 from outgrow.planning.relaxation import Relaxation, Shares
 from outgrow.planning.reuse import reusable_ops
@@ -33,6 +33,8 @@ _PARKED_SHARE = 0.97
 # Rounds of moving copies back behind the ops that have no room for them.
 _DELAYS = 3
 _BOUNDLESS = 1 << 62  # bytes
+# Where the device waits for more than this share of the step, copies back are planned without caution as well.
+_LEAST_STALL = 0.002
 # A share below this is a rounding error of the solver's.
 _LEAST_SHARE = 0.01
 # How long a trace may be, for one more program, and for one more simulation of a plan that moves less: ops in all.
@@ -94,6 +96,11 @@ def _corrected(frame: Plan, relaxation: Relaxation, share: float) -> Plan:
         plan = choice.plan(frame)
         excess = _excess(plan)
         tried += [(choice, plan), (choice, _late_enough(plan, excess))]
+        if plan.simulate().stall_seconds > _LEAST_STALL * problem.op_times[-1]:
+            hasty = replace(choice, caution=1.0)
+            plan = hasty.plan(frame)
+            excess = _excess(plan)
+            tried += [(hasty, plan), (hasty, _late_enough(plan, excess))]
         if not any(excess):
             break
         budgets = [limit - over for limit, over in zip(budgets, excess, strict=True)]
@@ -139,15 +146,19 @@ def _boundless(plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What moves: values that are offloaded, and that are dropped; and those of both that move in part so far."""
+    """What moves: values that are offloaded, and that are dropped; and those of both that move in part so far.
+
+    `caution` is how much slower copies back are taken to be than the device's profile says.
+    """
 
     offloaded: tuple[Candidate, ...]
     dropped: tuple[Candidate, ...]
     in_part: tuple[Candidate, ...]
+    caution: float = CAUTION
 
     def plan(self, frame: Plan) -> Plan:
         problem = frame.problem
-        copies = with_prefetch(problem, self.offloaded, self.dropped)
+        copies = with_prefetch(problem, self.offloaded, self.dropped, caution=self.caution)
         drops = dropped_early(problem, self.dropped)
         return make_plan("auto", problem, copies, drops, parks=frame.parks, reuses=frame.reuses)
 
@@ -156,6 +167,7 @@ class _Choice:
             tuple(other for other in self.offloaded if other is not item),
             tuple(other for other in self.dropped if other is not item),
             self.in_part,
+            self.caution,
         )
 
 
