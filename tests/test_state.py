@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -137,7 +138,7 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Takes down what leaves."""
     found = Seen()
-    write, make_anew = Parking._start_writing, Parking._make_anew
+    write, make_anew = Parking._start_writing, remake.Remake.run
 
     def writing(self: Parking, record: StorageRecord, storage: torch.UntypedStorage, copy: Any) -> None:
         write(self, record, storage, copy)
@@ -145,12 +146,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
             assert torch._C._current_graph_task_id() != -1, "state leaves only in a backward pass"
             found.lent.append(record)
 
-    def making(self: Parking, item: remake.Remake, storage: torch.UntypedStorage) -> None:
+    def making(self: remake.Remake, storage: torch.UntypedStorage, run: remake.RunOp) -> None:
         found.dropped += 1
-        make_anew(self, item, storage)
+        make_anew(self, storage, run)
 
     monkeypatch.setattr(Parking, "_start_writing", writing)
-    monkeypatch.setattr(Parking, "_make_anew", making)
+    monkeypatch.setattr(remake.Remake, "run", making)
     return found
 
 
@@ -385,30 +386,29 @@ def test_buffers_stay(seen: Seen) -> None:
 def test_a_gradient_that_is_not_the_same_when_made_anew_is_copied(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Parking._make_anew
-    tried = []
+    run = remake.Remake.run
 
-    def making(self: Parking, item: remake.Remake, storage: torch.UntypedStorage) -> None:
-        tried.append(storage)
-        run(self, item, storage)
+    def wrong(self: remake.Remake, storage: torch.UntypedStorage, run_op: remake.RunOp) -> None:
+        run(self, storage, run_op)
         memory = (ctypes.c_ubyte * 1).from_address(storage.data_ptr())
         memory[0] ^= 1
 
-    monkeypatch.setattr(Parking, "_make_anew", making)
+    monkeypatch.setattr(remake.Remake, "run", wrong)
     make = supervised()
     ours, summaries = train_in_session(make, 5, budget="1GiB", policy=Lend())
     assert ours == train_plain(make, 5)
-    assert tried
+    assert seen.dropped
     assert summaries[-1].recomputed_bytes == 0
 
 
 def test_gradients_are_dropped_once_they_proved_the_same() -> None:
     make = supervised()
-    _, summaries = train_in_session(make, 5, budget="1GiB", policy=Lend())
+    # A disk that is slower than planned for has steps recorded anew, and gradients proved again.
+    _, summaries = train_in_session(make, 12, budget="1GiB", policy=Lend())
     _, copied = train_in_session(make, 5, budget="1GiB", policy=Lend(remade=False))
     gradients = sum(layer.weight.nbytes for layer in Heavy().children() if isinstance(layer, nn.Linear))
-    assert summaries[-1].recomputed_bytes == gradients
-    assert summaries[-1].offloaded_bytes == copied[-1].offloaded_bytes - gradients
+    offloaded = {summary.offloaded_bytes for summary in summaries if summary.recomputed_bytes == gradients}
+    assert copied[-1].offloaded_bytes - gradients in offloaded
 
 
 def test_writes_to_what_a_gradient_is_made_from(seen: Seen) -> None:
@@ -436,6 +436,89 @@ def test_writes_to_what_a_gradient_is_made_from(seen: Seen) -> None:
     make = supervised(build)
     ours, _ = train_in_session(make, 6, budget="1GiB", policy=Lend())
     assert ours == train_plain(make, 6)
+    assert seen.dropped
+
+
+def hooked(from_step: int, act: Callable[[torch.Tensor], object]) -> Make:
+    """From a step on each gradient is given to `act` as soon as it is there."""
+
+    def build() -> nn.Module:
+        model = Heavy()
+        calls = iter(range(10_000))
+        count = len(list(model.parameters()))
+
+        def hook(parameter: torch.Tensor) -> None:
+            if next(calls) >= from_step * count:
+                assert parameter.grad is not None
+                act(parameter.grad)
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        return model
+
+    return supervised(build)
+
+
+def test_a_gradient_that_a_hook_changes_is_not_made_anew(seen: Seen) -> None:
+    make = hooked(4, lambda gradient: gradient.mul_(0.5))
+    ours, _ = train_in_session(make, 7, budget="1GiB", policy=Lend())
+    assert ours == train_plain(make, 7)
+    assert seen.dropped
+
+
+def test_what_hooks_make_beside_gradients_stays(seen: Seen) -> None:
+    """Communication in C++ reads it unseen while the backward pass runs."""
+    copies: list[torch.Tensor] = []
+
+    def send(gradient: torch.Tensor) -> None:
+        copies.append(gradient.clone())
+
+    def receive(model: nn.Module) -> float:
+        found = sum(float(np.abs(np.frombuffer(unseen(copy), dtype=np.float32)).sum()) for copy in copies)
+        copies.clear()
+        return found
+
+    def build() -> nn.Module:
+        model = Heavy()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda item: send(item.grad))  # type: ignore[arg-type]
+        model.first.register_full_backward_hook(lambda module, before, after: sums.append(receive(model)))
+        return model
+
+    sums: list[float] = []
+
+    def sum_up(model: nn.Module) -> float:
+        total = sum(sums) + receive(model)
+        sums.clear()
+        return total
+
+    make = supervised(build, after_backward=sum_up)
+    ours, _ = train_in_session(make, 5, budget="1GiB", policy=Lend())
+    assert ours == train_plain(make, 5)
+    assert seen.lent
+
+
+def test_writes_through_an_array_to_what_a_gradient_is_made_from(seen: Seen) -> None:
+    def build() -> nn.Module:
+        model = Heavy()
+        inputs: list[torch.Tensor] = []
+        steps = iter(range(100))
+
+        def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            inputs[:] = [args[0].detach()]
+
+        def spoil(module: nn.Module, before: Any, after: Any) -> None:
+            if next(steps) >= 4:
+                with torch.no_grad():
+                    inputs[0].numpy()[:] *= 2
+
+        model.wide.register_forward_pre_hook(note)
+        model.second.register_full_backward_hook(spoil)
+        return model
+
+    make = supervised(build)
+    ours, _ = train_in_session(make, 7, budget="1GiB", policy=Lend())
+    assert ours == train_plain(make, 7)
     assert seen.dropped
 
 
@@ -481,10 +564,116 @@ def test_after_a_fault_the_state_is_there_or_the_error_says_that_it_is_lost(
         if what == "read":
             notes = [str(caught.value), *getattr(caught.value, "__notes__", ())]
             assert any("checkpoint" in note for note in notes)
+            # What is lost shows it, and can be loaded again.
+            lost = [parameter for parameter in model.parameters() if parameter.isnan().all()]
+            assert lost
+            with torch.no_grad():
+                for parameter, true in zip(model.parameters(), before, strict=True):
+                    parameter.copy_(true)
+            opt.state.clear()
+            with session.step():
+                model(x).sum().backward()
         else:
             assert all(map(torch.equal, before, model.parameters()))
             with session.step():
                 model(x).sum().backward()
+
+
+def trained(policy: Lend, steps: int) -> tuple[Heavy, outgrow.Session, Callable[[], None]]:
+    """A model after some steps in a session that is open, and one step more as a function."""
+    torch.manual_seed(0)
+    model = Heavy()
+    opt = sgd(model.parameters())
+    session = outgrow.Session(model, opt, budget="1GiB", policy=policy, least_moved_bytes=1)
+    x = torch.randn(8, 3, 32, 32)
+
+    def step() -> None:
+        with session.step():
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    for _ in range(steps):
+        step()
+    return model, session, step
+
+
+def assert_gradients_are_true(model: Heavy) -> None:
+    """Those that are there are plain PyTorch's for the batch of `trained`."""
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    for hooks in (other.first._backward_hooks, other.first._forward_hooks):
+        hooks.clear()
+    torch.manual_seed(0)
+    Heavy()
+    other(torch.randn(8, 3, 32, 32)).square().mean().backward()
+    for ours, true in zip(model.parameters(), other.parameters(), strict=True):
+        assert ours.grad is None or torch.equal(ours.grad, true.grad)  # type: ignore[arg-type]
+
+
+def test_copies_of_others_that_fail_cost_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, session, step = trained(Lend(remade=False, prefetch=False), 3)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    failures = iter(range(4))
+
+    def no_room(need: int) -> bool:
+        if next(failures, None) is not None:
+            raise SpillError(28, "an eviction failed")
+        return make_room(need)
+
+    def stop(module: nn.Module, before: Any, after: Any) -> None:
+        monkeypatch.setattr(session._pool, "make_room", no_room)
+        raise ZeroDivisionError
+
+    make_room = session._pool.make_room
+    model.first.register_full_backward_hook(stop)
+    with pytest.raises((ZeroDivisionError, SpillError)):
+        step()
+    assert all(map(torch.equal, before, model.parameters()))
+    session.close()
+
+
+def test_a_step_that_is_interrupted_while_state_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, session, step = trained(Lend(), 4)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    interrupts = iter(range(2))
+    fill = Parking._fill
+
+    def impatient(self: Parking, parked: Any, storage: torch.UntypedStorage, run: remake.RunOp) -> None:
+        if next(interrupts, None) is not None:
+            raise KeyboardInterrupt
+        fill(self, parked, storage, run)
+
+    monkeypatch.setattr(Parking, "_fill", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert next(interrupts, None) is None
+    assert all(map(torch.equal, before, model.parameters()))
+    assert_gradients_are_true(model)
+    step()
+    session.close()
+
+
+def test_making_gradients_anew_where_the_budget_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the backward pass, and the user holds what fills the budget: all is back all the same."""
+    model, session, step = trained(Lend(), 4)
+    held: list[torch.Tensor] = []
+
+    def fill_up(module: nn.Module, before: Any, after: Any) -> None:
+        size = session.budget_bytes - session.live_bytes
+        held.append(torch.zeros(size // 4 - 1024))
+        raise ZeroDivisionError
+
+    hook = model.first.register_full_backward_hook(fill_up)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises((ZeroDivisionError, outgrow.BudgetTooSmall)):
+        step()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert_gradients_are_true(model)
+    hook.remove()
+    held.clear()
+    step()
+    session.close()
 
 
 # --- plans ---

@@ -63,6 +63,7 @@ class StepKind:
         """The step was recorded anew, and planned from that."""
         if not _alike(self.plan.problem.trace, plan.problem.trace):
             self.verdicts = Verdicts()
+        self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
         self.plan, self.steady = plan, steady
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.recent.clear()

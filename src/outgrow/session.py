@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +129,7 @@ class Session:
             self.budget_bytes,
             least_moved_bytes,
             self._too_small,
+            self._gradients,
         )
         self._hardware: Hardware | None = None
         self._kinds: list[StepKind] = []
@@ -237,11 +238,13 @@ class Session:
         self._in_step = True
 
     def _end(self, error: BaseException | None) -> None:
-        outcome = self._executor.end()
         recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            self._modules.__exit__(None, None, None)
-        self._in_step = False
+        try:
+            outcome = self._executor.end()
+        finally:
+            self._in_step = False
+            if recorder is not None:
+                self._modules.__exit__(None, None, None)
         self._oom_retries += outcome.oom_retries
         if error is not None and is_out_of_memory(error):
             self._wary = True
@@ -395,6 +398,11 @@ class Session:
         holders["saved values in use"] = saved
         holders["other tensors and this op"] = max(0, needed - sum(holders.values()))
         return BudgetTooSmall(self.budget_bytes, needed, holders, where, exact=False)
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        for tensor, kind in training_state(self._models, self._optimizers):
+            if kind is Kind.GRADIENT:
+                yield tensor
 
     def _arrived(self, entry: Entry) -> None:
         self._executor.arrived(entry)

@@ -101,6 +101,7 @@ class Access(TorchFunctionMode):
         gradients: the mode goes on again when it does that.
         """
         name = _BACKWARD[func]
+        self._parking.lends = True
         roots = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
         is_plain = all(type(root) in (torch.Tensor, torch.nn.Parameter) for root in roots)
         if name not in kwargs or not is_plain:
@@ -126,7 +127,10 @@ class Access(TorchFunctionMode):
 
     def _return_state(self) -> None:
         """Code that follows on a backward pass may read gradients and parameters unseen."""
-        if self._parking.busy and torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() != -1:  # a pass inside a pass
+            return
+        self._parking.lends = False
+        if self._parking.busy:
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 self._parking.return_state()
 

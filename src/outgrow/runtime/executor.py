@@ -11,7 +11,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -92,8 +92,12 @@ class Executor:
         budget_bytes: int,
         least_moved_bytes: int,
         too_small: Callable[[int, str], Exception],
+        gradients: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        """`too_small` makes the error for an op at which so many bytes are needed at least."""
+        """`too_small` makes the error for an op at which so many bytes are needed at least.
+
+        `gradients` are those that the parameters have now.
+        """
         self._ledger = ledger
         self._pool = pool
         self._ram = ram
@@ -105,7 +109,7 @@ class Executor:
         self._kinds: Mapping[int, Kind] = {}
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again)
         self._reuser = Reuser(ledger, pool)
-        self._parking = Parking(ledger, pool, copies, ram, self._make_room, self._run_inside)
+        self._parking = Parking(ledger, pool, copies, ram, self._make_room, self._run_inside, gradients)
         pool.parked = self._parking
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         self._recorder: Recorder | None = None
@@ -158,14 +162,16 @@ class Executor:
     def end(self) -> StepOutcome:
         """Take hooks and mode off and say what was measured."""
         assert self._stack is not None
-        with torch._C.DisableTorchFunction():
-            self._parking.end()
+        try:
+            with torch._C.DisableTorchFunction():
+                self._parking.end()
+        except BaseException:
+            self._close_stack()
+            self._reset(None)
+            raise
         self._peak = max(self._peak, self._ledger.live_bytes)
         seconds = time.perf_counter() - self._started
-        self._stack.close()
-        self._stack = None
-        self._recorder = None
-        self._ledger.on_death = None
+        self._close_stack()
         outcome = StepOutcome(
             peak_bytes=self._peak,
             seconds=seconds,
@@ -186,6 +192,14 @@ class Executor:
         )
         self._reset(None)
         return outcome
+
+    def _close_stack(self) -> None:
+        """Take hooks and mode off."""
+        assert self._stack is not None
+        self._stack.close()
+        self._stack = None
+        self._recorder = None
+        self._ledger.on_death = None
 
     def _reset(self, plan: Plan | None, verdicts: Verdicts | None = None, *, on_demand: bool = False) -> None:
         self._tick = 0
@@ -431,6 +445,11 @@ class Executor:
             self._demand.before(facts, inputs)
         if self._parking.busy:
             self._parking.touch(inputs)
+            if facts.writes:
+                for tensor in written_tensors(facts, args, kwargs):
+                    changed = see(tensor)
+                    if changed is not None:
+                        self._parking.before_change(changed)
         contents = self._recomputer.contents_before(self._op, facts, args, kwargs, inputs)
         number, newest = self._op, self._ledger.newest
         self._op += 1

@@ -10,9 +10,10 @@ in C++ or a library that averages gradients, may read it unseen.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,9 @@ from outgrow.runtime.tiers.ram import Ram
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, tensors_within
+
+# A byte; four of them, or two or eight, are no floating-point number.
+_NOT_A_NUMBER = 0xFF
 
 
 @dataclass(slots=True)
@@ -60,6 +64,7 @@ class Parking:
     Attributes:
         on: values may be parked: the step's plan does so, and the step is still the plan's; or it is on demand.
         nbytes: bytes that were sent out in this step.
+        lends: a backward pass runs whose end will be seen, so that training state may leave.
         failure: what went wrong when everything came back, if anything did.
         remade_nbytes: bytes of the gradients that were made anew in this step, and `remake_seconds` the time for it.
         proofs: gradients that were made anew beside a copy, to see whether they are the same.
@@ -73,10 +78,11 @@ class Parking:
         ram: Ram,
         make_room: Callable[[int], None],
         run: RunOp,
+        gradients: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         """`make_room` is called before a copy back that somebody waits for, and raises where there is none.
 
-        `run` runs one op inside the budget.
+        `run` runs one op inside the budget; `gradients` are those that the parameters have now.
         """
         self._ledger = ledger
         self._pool = pool
@@ -84,6 +90,7 @@ class Parking:
         self._ram = ram
         self._make_room = make_room
         self._run = run
+        self._gradients_now = gradients
         self._parked: dict[int, _Parked] = {}
         self.begin(None, {}, Verdicts())
 
@@ -107,6 +114,9 @@ class Parking:
         self.on = on_demand or (plan is not None and bool(plan.parks))
         self.nbytes = 0
         self.failure: Exception | None = None
+        self.lends = False
+        self._gradient_serials: set[int] = set()
+        self._filling: _Parked | None = None
         self._births: dict[int, list[tuple[int, int]]] = {}
         self._sizes: dict[int, int] = {}
         self._names: dict[int, str] = {}
@@ -201,6 +211,7 @@ class Parking:
             record = self._ledger.see(tensor)
             if record is not None:
                 self.restore(record)
+                self.before_change(record)
                 self._exposed.add(record.serial)
 
     # --- functions that run ---
@@ -243,6 +254,8 @@ class Parking:
         if remake is not None and remake.is_true:
             self._drop(value, record, storage, remake, self._pool.place(offset, record.nbytes))
             return
+        if remake is not None:
+            remake.let_go()
         known = self._pool.copy_of(record)
         if isinstance(known, Slot) and not self._pool.is_reading(storage):
             self._parked[record.serial] = parked = _Parked(record, record.nbytes, known, lent=False, held=storage)
@@ -285,11 +298,25 @@ class Parking:
 
     def _may_lend(self, record: StorageRecord) -> bool:
         """Whether training state may leave: one tensor alone has it (an array would count as another)."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        return in_backward and record.serial in self._lendable and record.other_holders() <= 1
+        return (
+            self.lends
+            and torch._C._current_graph_task_id() != -1
+            and record.serial in self._lendable
+            and record.other_holders() <= 1
+            and (record.serial in self._kinds or self._is_gradient(record))
+        )
+
+    def _is_gradient(self, record: StorageRecord) -> bool:
+        """Whether a storage of this step is a parameter's gradient now: hooks make other tensors beside it."""
+        if record.serial not in self._gradient_serials:
+            with torch._C.DisableTorchFunction():
+                addresses = {gradient.untyped_storage()._cdata for gradient in self._gradients_now()}
+            if record.address in addresses:
+                self._gradient_serials.add(record.serial)
+        return record.serial in self._gradient_serials
 
     def accumulated(self, record: StorageRecord) -> None:
-        """A gradient is in place: it is training state from now on."""
+        """A gradient is in place, as it seems: it is training state from now on."""
         self._lendable.add(record.serial)
 
     def _start_writing(self, record: StorageRecord, storage: torch.UntypedStorage, copy: Copy) -> None:
@@ -338,11 +365,17 @@ class Parking:
             if record is not None and record.serial in self._parked:
                 self.restore(record)
 
-    def before_write(self, record: StorageRecord) -> None:
-        """Somebody is about to write to a storage: no copy of ours may still read it, nor have to be made from it."""
+    def before_change(self, record: StorageRecord) -> None:
+        """What a storage holds may change: nothing may have to be made anew from it any more."""
+        for value, remake in list(self._remakes.items()):
+            if remake.reads(record):
+                self._remakes.pop(value).let_go()
         for parked in list(self._parked.values()):
-            if parked.remake is not None and not parked.copied and parked.remake.reads(record):
+            if parked.remake is not None and parked.remake.reads(record):
                 self.restore(parked.record)
+
+    def before_write(self, record: StorageRecord) -> None:
+        """Somebody is about to write to a storage: no copy of ours may still read it."""
         for parked in list(self._cancelled):
             if parked.record is record and parked.writing is not None:
                 self._pool.wait_for(parked.writing)
@@ -374,14 +407,23 @@ class Parking:
 
     def return_state(self) -> None:
         """A backward pass is over: all of the training state comes back. Raises what `restore` raises."""
+        self._forget_remakes()
         lent = [parked for parked in self._parked.values() if parked.lent]
         # All copies are on the lane before the first is waited for, or anything is made anew.
         for parked in sorted(lent, key=lambda parked: parked.remake is not None):
-            if parked.writing is None and self._is_away(parked):
+            if self._is_away(parked):
                 self._make_room(parked.nbytes)
                 self._start_back(parked, may_evict=True)
+                if parked.remake is not None:  # what it was made from is wanted no more
+                    self._forget(parked)
         for parked in lent:
             self.restore(parked.record)
+
+    def _forget_remakes(self) -> None:
+        """What was to be made anew, and did not leave after all, will not."""
+        for remake in self._remakes.values():
+            remake.let_go()
+        self._remakes.clear()
 
     @contextmanager
     def peeking(self) -> Iterator[None]:
@@ -426,7 +468,9 @@ class Parking:
                 self._pool.release(item.slot)
         self._cancelled = under_way
 
-    def _start_back(self, parked: _Parked, *, may_evict: bool) -> None:
+    def _start_back(self, parked: _Parked, *, may_evict: bool, run: RunOp | None = None) -> None:
+        """Give a storage its memory, and start to fill it. `run` runs one op, inside the budget if not given."""
+        run = run or self._run
         storage = parked.record.storage()
         if storage is None:  # nobody wants it any more
             return
@@ -442,20 +486,32 @@ class Parking:
                     raise DeviceOutOfMemory("no memory for a parked value that was to come back") from error
                 self._pool.page_fault(error, parked.nbytes, "a parked value on its way back")
         self._ledger.see_storage(storage)
-        if parked.remake is not None and not parked.trial:
-            self._make_anew(parked.remake, storage)
+        self._filling = parked
+        try:
+            self._fill(parked, storage, run)
+        except BaseException:  # without its bytes it must not pass for one that is back
+            storage.resize_(0)
+            self._ledger.see_storage(storage)
+            raise
+        finally:
+            self._filling = None
+
+    def _fill(self, parked: _Parked, storage: torch.UntypedStorage, run: RunOp) -> None:
+        """Start to read a storage's bytes, or make them anew; the first time both, to see whether they agree."""
+        remake = parked.remake
+        if remake is not None:
+            self.touch(remake.sources)
+            started = time.perf_counter()
+            remake.run(storage, run)
+            self.remake_seconds += time.perf_counter() - started
+            self.remade_nbytes += storage.nbytes()
             if not parked.copied:
                 return
             parked.trial = digest(storage)
-        parked.held = storage
+            parked.remake = None
+            remake.let_go()
         parked.reading = self._copies.back.submit(parked.slot, storage.data_ptr())
-
-    def _make_anew(self, remake: Remake, storage: torch.UntypedStorage) -> None:
-        self.touch(remake.sources)
-        started = time.perf_counter()
-        remake.run(storage, self._run)
-        self.remake_seconds += time.perf_counter() - started
-        self.remade_nbytes += storage.nbytes()
+        parked.held = storage
 
     def _settle_in(self, parked: _Parked) -> None:
         reading = parked.reading
@@ -536,6 +592,8 @@ class Parking:
         for parked in reversed(list(self._parked.values())):
             if self._ledger.live_bytes + need <= self._pool.budget_bytes:
                 return
+            if parked is self._filling:
+                continue
             self._settle_in(parked)
             storage = parked.record.storage()
             if parked.writing is None and storage is not None and not self._pool.is_reading(storage):
@@ -547,6 +605,7 @@ class Parking:
     def depart(self) -> None:
         """The step is not the plan's: what was planned is over."""
         self._postponed.clear()
+        self._forget_remakes()
         if not self._on_demand:
             self.give_up()
 
@@ -558,6 +617,7 @@ class Parking:
         """
         self.on = False
         self._postponed.clear()
+        self._forget_remakes()
         if self._on_demand:
             self.restore_all()
         for parked in list(self._parked.values()):
@@ -565,34 +625,63 @@ class Parking:
                 self.restore(parked.record)
 
     def end(self) -> None:
-        """The step is over, well or badly: everything comes back, whatever the budget says."""
-        self.on = False
-        for parked in list(self._parked.values()):
-            try:
-                self._come_back(parked)
-            except (SpillError, DeviceOutOfMemory) as error:
-                self.failure = self.failure or (_lost_state(error) if parked.lent else error)
+        """The step is over, well or badly: everything comes back, whatever the budget says.
+
+        Raises:
+            KeyboardInterrupt: somebody was impatient; everything is back all the same.
+        """
+        self.on = self.lends = False
+        self._forget_remakes()
+        impatience: KeyboardInterrupt | None = None
+        # What is made anew may be made from what comes back.
+        for parked in sorted(self._parked.values(), key=lambda parked: parked.remake is not None):
+            for is_last in (False, False, True):
+                try:
+                    self._come_back(parked)
+                    break
+                except KeyboardInterrupt as error:
+                    impatience = error
+                except Exception as error:
+                    if is_last:
+                        self._give_up_on(parked, error)
         for parked in list(self._parked.values()):
             self._forget(parked)
         for parked in self._cancelled:
             assert parked.writing is not None
             parked.writing.wait()
         self._forget_cancelled()
-        for remake in self._remakes.values():
-            remake.let_go()
-        self._remakes.clear()
         self._records.clear()
         self._calls.clear()
         self._postponed.clear()
+        if impatience is not None:
+            raise impatience
 
     def _come_back(self, parked: _Parked) -> None:
+        if parked.record.serial not in self._parked:
+            return
         if parked.writing is not None:
             self._settle_out(parked)
             return
         if self._is_away(parked):
-            self._pool.make_room(parked.nbytes)
-            self._start_back(parked, may_evict=True)
+            with suppress(SpillError):  # of copies that others needed
+                self._pool.make_room(parked.nbytes)
+            self._start_back(parked, may_evict=True, run=_call)
         self._settle_in(parked)
+
+    def _give_up_on(self, parked: _Parked, error: Exception) -> None:
+        """Its bytes are lost. The memory is there again, and shows it: nobody is to read an address that is not."""
+        self.failure = self.failure or (_lost_state(error) if parked.lent else error)
+        storage = parked.record.storage()
+        if storage is None:
+            return
+        with suppress(RuntimeError, MemoryError):
+            storage.resize_(parked.nbytes)
+            self._ledger.see_storage(storage)
+            ctypes.memset(storage.data_ptr(), _NOT_A_NUMBER, parked.nbytes)
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _lost_state(error: Exception) -> SpillError:

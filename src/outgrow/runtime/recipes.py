@@ -164,9 +164,17 @@ class Cookbook:
         call = Call(
             func, tuple(kept_args), kept_kwargs, tuple(reads), tuple(states), tuple(writes), tuple(made), before.dice
         )
-        for contents in (*made, *(new for _, new in writes)):
-            if contents is not None and contents[0] not in self._kinds:
-                self._made_by[contents] = call
+        targets = [
+            contents
+            for contents in (*made, *(new for _, new in writes))
+            if contents is not None and contents[0] not in self._kinds
+        ]
+        self._made_by.update(dict.fromkeys(targets, call))
+        for state in states if targets else ():
+            record = self._ledger.see(state.alias)
+            assert record is not None, "it was seen when the call was taken down"
+            record.aliases += 1
+            self._aliased.append(record)
 
     def _kept(
         self,
@@ -186,8 +194,6 @@ class Cookbook:
         kind = self._kinds.get(record.serial)
         if kind is not None:
             alias = item.detach()
-            record.aliases += 1
-            self._aliased.append(record)
             is_buffer = kind is Kind.BUFFER
             is_read = buffers_are_read or not is_buffer
             states.append(State(alias, alias._version, record.serial, is_buffer, is_read))

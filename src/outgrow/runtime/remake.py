@@ -36,7 +36,10 @@ class Remake:
             self._dtype = result.dtype
         for record in self._records:
             record.aliases += 1
-        self._writes = [record.writes for record in self._records]
+        made = ledger.see(result)
+        # Not held: a hold on the gradient's storage is not what this is for.
+        self._watched = [*self._records, *(() if made is None else (made,))]
+        self._writes = [record.writes for record in self._watched]
 
     @property
     def sources(self) -> Sequence[torch.Tensor]:
@@ -45,8 +48,8 @@ class Remake:
 
     @property
     def is_true(self) -> bool:
-        """Whether nobody wrote to what the op read."""
-        return [record.writes for record in self._records] == self._writes
+        """Whether nobody wrote to what the op read, nor to its result."""
+        return [record.writes for record in self._watched] == self._writes
 
     def reads(self, record: StorageRecord) -> bool:
         """Whether the op read this storage."""
