@@ -365,6 +365,10 @@ def test_a_parameter_that_an_array_shares_stays(seen: Seen) -> None:
                 opt.step()
                 opt.zero_grad()
         shared = session._ledger.see(model.wide.weight)
+        assert session.plan is not None
+        trace = session.plan.problem.trace
+        (there,) = [value for value in trace.values if value.kind is Kind.SHARED and value.version == 0]
+        assert there.nbytes == model.wide.weight.nbytes  # no plan counts on it
         assert seen.lent
         assert shared not in seen.lent
     assert np.array_equal(array, model.wide.weight.detach().numpy())

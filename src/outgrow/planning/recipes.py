@@ -15,7 +15,7 @@ from outgrow.tracing.ir import Event, Kind
 
 # A longer run is seldom worth it, and its intermediate values add up.
 _MOST_OPS = 12
-_STATE = frozenset({Kind.PARAMETER, Kind.BUFFER})
+_STATE = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.SHARED})
 
 _Item = TypeVar("_Item", bound=Hashable)
 

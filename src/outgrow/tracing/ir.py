@@ -28,12 +28,17 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a value is to the training, which says who may move it."""
+    """What a value is to the training, which says who may move it.
+
+    `SHARED` is a parameter, a gradient or optimizer state whose memory something else has as well: a numpy array, a
+    view, a flat buffer of many.
+    """
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
     GRADIENT = "gradient"
     OPTIMIZER = "optimizer state"
+    SHARED = "shared state"
     INPUT = "input"
     ACTIVATION = "saved"
     TEMPORARY = "temporary"

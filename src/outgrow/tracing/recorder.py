@@ -74,11 +74,15 @@ class Recorder:
         return len(self._ops)
 
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take note of what is alive before the step."""
+        """Take note of the training state, which is alive before the step."""
         for tensor in tensors:
             record = self._ledger.see(tensor)
-            if record is not None:
-                self._value_of(record)
+            if record is None:
+                continue
+            value = self._values[self._value_of(record)]
+            storage = record.storage()  # counted below
+            if value.kind is not Kind.BUFFER and storage is not None and record.other_holders() > 1:
+                value.kind = Kind.SHARED
 
     def op(
         self,

@@ -23,7 +23,7 @@ from outgrow.tracing.ir import Event, Kind, Op, Phase
 _EXPENSIVE_OPS = ("convolution", "mm.", "matmul.", "linear.", "attention", "lstm", "gru", "rnn")
 _EXPENSIVE_NODES = ("Convolution", "mmBackward", "MmBackward", "LinearBackward", "Attention", "Lstm", "Gru", "Rnn")
 _JOINS = ("aten.add.", "aten.add_.", "aten.sub.", "aten.sub_.", "aten.cat.", "aten.stack.")
-_STATE = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER, Kind.GRADIENT})
+_STATE = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER, Kind.GRADIENT, Kind.SHARED})
 
 
 class SuperNeurons:
