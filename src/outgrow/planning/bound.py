@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
 
-from outgrow.planning.parks import gaps
+from outgrow.planning.floor import needed_curve
+from outgrow.planning.parks import Gap, gaps
 from outgrow.planning.plan import make_plan
 from outgrow.planning.problem import Problem
 from outgrow.planning.relaxation import Relaxation
@@ -18,18 +20,37 @@ def least_step_seconds(problem: Problem) -> float:
     """A lower bound of the step time of any plan under the problem's budget, in seconds.
 
     The linear program with every rounding in the plan's favour: values are divisible, copies have no latency and are
-    fluid, recipes have their sources for nothing, parks cost nothing. Infinite where even that does not fit.
+    fluid, recipes have their sources for nothing. Parks cost their copies where nothing else makes an op fit, and
+    nothing elsewhere. Infinite where even that does not fit.
     """
     boundless = replace(problem, budget_bytes=_BOUNDLESS)
     kept = make_plan("keep", boundless, (), reuses=reusable_ops(problem), evicts=False).simulate().curve
-    least = [level - parked for level, parked in zip(kept, _parked_at_most(problem), strict=True)]
-    return problem.op_times[-1] + Relaxation(problem, least, optimistic=True).solve().seconds
+    free, priced = _by_price(problem)
+    least = [level - parked for level, parked in zip(kept, _parked_at_most(problem, free), strict=True)]
+    return problem.op_times[-1] + Relaxation(problem, least, priced, optimistic=True).solve().seconds
 
 
-def _parked_at_most(problem: Problem) -> list[int]:
+def _by_price(problem: Problem) -> tuple[list[Gap], list[Gap]]:
+    """Gaps whose parks count as free, and those that count with their copies.
+
+    A saved value's park may make use of the copy that it is offloaded with; and what is parked where it need not be
+    would only make the program larger.
+    """
+    crowded = [level > problem.budget_bytes for level in needed_curve(problem)]
+    before = list(accumulate(crowded, initial=0))
+    saved = {item.value for item in problem.candidates}
+    free: list[Gap] = []
+    priced: list[Gap] = []
+    for gap in gaps(problem):
+        is_needed = before[gap.before_op] > before[gap.after_op + 1]
+        (priced if is_needed and gap.value not in saved else free).append(gap)
+    return free, priced
+
+
+def _parked_at_most(problem: Problem, free: Iterable[Gap]) -> list[int]:
     """Bytes at each op that parks could have away."""
     change = [0] * (len(problem.trace.ops) + 1)
-    for gap in gaps(problem):
+    for gap in free:
         change[gap.after_op + 1] += gap.nbytes
         change[gap.before_op] -= gap.nbytes
     return list(accumulate(change[:-1]))

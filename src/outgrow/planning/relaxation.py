@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
+from outgrow.planning.parks import Gap, sources_of_gradient
 from outgrow.planning.prefetch import may_be_dropped
 from outgrow.planning.problem import Candidate, Problem
 
@@ -43,16 +44,42 @@ class Shares:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What may be away: a saved value, or one that is parked in a gap.
+
+    Attributes:
+        saved: the op from which on it can be copied.
+        leaves, wanted: the first op at which it can be away, and the op at which it must be back.
+        anew_seconds: what it takes to make it anew; None where that cannot be.
+        candidate: the saved value; None for a gap.
+    """
+
+    nbytes: int
+    saved: int
+    leaves: int
+    wanted: int
+    anew_seconds: float | None
+    candidate: Candidate | None
+
+
 class Relaxation:
     """The program of one problem; it can be solved again for tighter budgets."""
 
     def __init__(
-        self, problem: Problem, curve: Sequence[float], *, optimistic: bool = False, chains: bool = True
+        self,
+        problem: Problem,
+        curve: Sequence[float],
+        gaps: Iterable[Gap] = (),
+        *,
+        optimistic: bool = False,
+        chains: bool = True,
     ) -> None:
         """
         Args:
             problem: what is planned.
             curve: bytes alive at each op where every saved value is kept.
+            gaps: what can be parked, for the price of its copies, or of being made anew.
             optimistic: round moments so that values are away longer than they can be, and let recipes have their
                 sources for nothing: the optimum is then a lower bound. Else values are away a little shorter, so
                 that what fits the program is likely to fit the step.
@@ -61,7 +88,8 @@ class Relaxation:
         self._problem = problem
         self._optimistic = optimistic
         self._chains = chains
-        self._items = [item for item in problem.candidates if self._leaves(item) < self._wanted(item)]
+        items = [*map(self._saved_item, problem.candidates), *map(self._parked_item, gaps)]
+        self._items = [item for item in items if item.leaves < item.wanted]
         self._moments = self._cut()
         self._curve: NDArray[np.float64] = np.asarray(curve or [problem.base_bytes], dtype=np.float64)
 
@@ -88,24 +116,31 @@ class Relaxation:
         )
         if answer.x is None:
             return Shares({}, {}, float("inf"))
-        out = {item.value: float(answer.x[columns.offloaded[k]]) for k, item in enumerate(self._items)}
-        anew = {item.value: float(answer.x[columns.recomputed[k]]) for k, item in enumerate(self._items)}
+        saved = [(k, item.candidate.value) for k, item in enumerate(self._items) if item.candidate is not None]
+        out = {value: float(answer.x[columns.offloaded[k]]) for k, value in saved}
+        anew = {value: float(answer.x[columns.recomputed[k]]) for k, value in saved}
         return Shares(out, anew, float(answer.fun))
 
     # --- time ---
 
-    def _leaves(self, item: Candidate) -> int:
-        """The first op at which a value can be away."""
-        return max(item.held, self._problem.tick_ops[item.last_pack])
+    def _saved_item(self, item: Candidate) -> _Item:
+        ops = self._problem.tick_ops
+        leaves = max(item.held, ops[item.last_pack])
+        recipe = self._problem.recipes.find(item.value) if may_be_dropped(self._problem, item) else None
+        seconds = None if recipe is None else recipe.seconds
+        return _Item(item.nbytes, ops[item.first_pack], leaves, ops[item.first_unpack], seconds, item)
 
-    def _wanted(self, item: Candidate) -> int:
-        """The op at which it must be back."""
-        return self._problem.tick_ops[item.first_unpack]
+    def _parked_item(self, gap: Gap) -> _Item:
+        first = gap.after_op + 1
+        anew = sources_of_gradient(self._problem, gap.value) is not None
+        birth = self._problem.trace.values[gap.value].birth
+        seconds = self._problem.trace.ops[birth].seconds if anew else None
+        return _Item(gap.nbytes, first, first, gap.before_op, seconds, None)
 
     def _cut(self) -> list[int]:
         """The first op of each moment: where values leave and come back, thinned out where there are too many."""
         end = max(1, len(self._problem.trace.ops))
-        edges = {0} | {self._leaves(item) for item in self._items} | {self._wanted(item) for item in self._items}
+        edges = {0} | {item.leaves for item in self._items} | {item.wanted for item in self._items}
         cuts = sorted(edge for edge in edges if edge < end)
         chosen = np.linspace(0, len(cuts) - 1, min(len(cuts), _MOST_MOMENTS)).round().astype(int)
         return [cuts[index] for index in dict.fromkeys(chosen.tolist())]
@@ -118,20 +153,20 @@ class Relaxation:
         """The first moment in which what ends at `op` counts no more."""
         return bisect_left(self._moments, op) if self._optimistic else bisect_right(self._moments, op) - 1
 
-    def _copied(self, item: Candidate) -> int:
+    def _copied(self, item: _Item) -> int:
         """The first moment at which a copy out that starts at once is over: half a copy frees nothing."""
         if self._optimistic:
             return 0
         times = self._problem.op_times
-        done = times[self._problem.tick_ops[item.first_pack]] + self._problem.hardware.copy_out_seconds(item.nbytes)
+        done = times[item.saved] + self._problem.hardware.copy_out_seconds(item.nbytes)
         return bisect_left(self._moments, bisect_left(times, done))
 
-    def _fetched(self, item: Candidate) -> int:
+    def _fetched(self, item: _Item) -> int:
         """The moment at which a copy back that comes just in time starts: half a copy takes all of its memory."""
         if self._optimistic:
             return len(self._moments)
         times = self._problem.op_times
-        start = times[self._wanted(item)] - self._problem.hardware.copy_in_seconds(item.nbytes)
+        start = times[item.wanted] - self._problem.hardware.copy_in_seconds(item.nbytes)
         return max(0, bisect_right(self._moments, bisect_right(times, start) - 1) - 1)
 
     def _lane_seconds(self) -> tuple[list[float], list[float]]:
@@ -161,13 +196,15 @@ class Relaxation:
 
     def _edges(self) -> list[tuple[int, int]]:
         """(reader, source) for each candidate that is a source of another's recipe, readers in order of return."""
-        places = {item.value: index for index, item in enumerate(self._items)}
+        saved = [(index, item.candidate) for index, item in enumerate(self._items) if item.candidate is not None]
+        places = {item.value: index for index, item in saved}
         found: list[tuple[int, int]] = []
-        for index, item in enumerate(self._items):
+        for index, item in saved:
             recipe = self._problem.recipes.find(item.value) if may_be_dropped(self._problem, item) else None
             sources = [places[source] for source in (() if recipe is None else recipe.sources) if source in places]
-            found += [(index, source) for source in sources if self._wanted(item) < self._wanted(self._items[source])]
-        return sorted(found, key=lambda edge: (edge[1], self._wanted(self._items[edge[0]])))
+            wanted = self._items[index].wanted
+            found += [(index, source) for source in sources if wanted < self._items[source].wanted]
+        return sorted(found, key=lambda edge: (edge[1], self._items[edge[0]].wanted))
 
     def _add_sources(self, rows: _Rows, columns: _Columns, edges: Sequence[tuple[int, int]]) -> None:
         """What a recipe starts from is back as soon as the recipe runs, and stays, unless it never left."""
@@ -187,8 +224,8 @@ class Relaxation:
         for index, item in enumerate(self._items):
             size = item.nbytes / _UNIT
             offloaded, recomputed = columns.offloaded[index], columns.recomputed[index]
-            left, wanted = self._begin(self._leaves(item)), self._end(self._wanted(item))
-            packed[self._begin(self._problem.tick_ops[item.first_pack])].append((offloaded, size))
+            left, wanted = self._begin(item.leaves), self._end(item.wanted)
+            packed[self._begin(item.saved)].append((offloaded, size))
             held[max(left, self._copied(item))].append((offloaded, size))
             due[wanted].append((offloaded, size))
             coming[min(wanted, self._fetched(item))].append((offloaded, size))
@@ -199,7 +236,7 @@ class Relaxation:
             size = self._items[source].nbytes / _UNIT
             following = edges[number + 1] if number + 1 < len(edges) and edges[number + 1][1] == source else None
             until = self._items[source] if following is None else self._items[following[0]]
-            start, end = self._end(self._wanted(self._items[reader])), self._end(self._wanted(until))
+            start, end = self._end(self._items[reader].wanted), self._end(until.wanted)
             if start < end:
                 dropped[start].append((columns.early[number], -size))
                 dropped[end].append((columns.early[number], size))
@@ -239,8 +276,7 @@ class Relaxation:
         costs = np.zeros(columns.count)
         for index, item in enumerate(self._items):
             costs[columns.offloaded[index]] = self._problem.hardware.copying_costs(2 * item.nbytes)
-            recipe = self._problem.recipes.find(item.value)
-            costs[columns.recomputed[index]] = 0.0 if recipe is None else recipe.seconds
+            costs[columns.recomputed[index]] = item.anew_seconds or 0.0
         costs[list(columns.stall)] = 1.0
         hardware = self._problem.hardware
         costs[list(columns.over)] = _UNIT / hardware.copy_out_bandwidth + _UNIT / hardware.copy_in_bandwidth
@@ -251,7 +287,7 @@ class Relaxation:
         bounds[:, 1] = np.inf
         bounds[: columns.early.stop, 1] = 1.0
         for index, item in enumerate(self._items):
-            if not may_be_dropped(self._problem, item):
+            if item.anew_seconds is None:
                 bounds[columns.recomputed[index], 1] = 0.0
         bounds[list(columns.dropped), 0] = -np.inf  # what is back early may have been offloaded
         if self._optimistic:
