@@ -28,8 +28,9 @@ _CORRECTIONS = 3
 # Shares of the budget that programs are solved for, until a plan is as near as this to the first one's optimum.
 _BUDGET_SHARES = (1.0, 0.97, 0.94)
 _NEAR = 1.003
-# Parks are costly: only what would not fit into this share of the budget otherwise is parked.
-_PARKED_SHARE = 0.97
+# Parks are costly: only what would not fit into such a share of the budget otherwise is parked. Where there are any,
+# the other shares are tried as well: more parks leave copies more room.
+_PARKED_SHARES = (0.97, 0.94, 0.9)
 # Rounds of moving copies back behind the ops that have no room for them.
 _DELAYS = 3
 _BOUNDLESS = 1 << 62  # bytes
@@ -37,8 +38,10 @@ _BOUNDLESS = 1 << 62  # bytes
 _LEAST_STALL = 0.002
 # A share below this is a rounding error of the solver's.
 _LEAST_SHARE = 0.01
-# How long a trace may be, for one more program, and for one more simulation of a plan that moves less: ops in all.
+# How long a trace may be, for one more program, one more choice of parks, and one more simulation of a plan that
+# moves less: ops in all.
 _TRIED_OPS = 8_000
+_FRAMED_OPS = 4_000
 _SIMULATED_OPS = 40_000
 
 
@@ -51,18 +54,27 @@ class Auto:
         keep = Keep().plan(problem)
         if keep.simulate().feasible:
             return _own(keep)
-        frame = _frame(problem)
+        frame, *roomier = _frames(problem)
         if not frame.parks and frame.simulate().feasible:  # reuse is enough, and costs nothing
             return _own(frame)
         others = (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), SuperNeurons(), Layrub(), AccUDNN(), Checkpoint())
-        tried = [_programmed(frame), *(policy.plan(problem) for policy in others)]
+        tried = [*map(_programmed, (frame, *roomier)), *(policy.plan(problem) for policy in others)]
         return _own(min(tried, key=_rank))
 
 
-def _frame(problem: Problem) -> Plan:
-    """What every plan of the program has in common: gradients reuse memory, and what must be parked is parked."""
-    parks = parks_for(problem, int(problem.budget_bytes * _PARKED_SHARE))
-    return make_plan("auto", problem, (), parks=parks, reuses=reusable_ops(problem), evicts=False)
+def _frames(problem: Problem) -> list[Plan]:
+    """What plans of the program have in common: gradients reuse memory, and what must be parked is parked.
+
+    The first parks least, and is the only one where there are no parks or the trace is long.
+    """
+    reuses = reusable_ops(problem)
+    frames: list[Plan] = []
+    for share in _PARKED_SHARES:
+        parks = parks_for(problem, int(problem.budget_bytes * share))
+        frames.append(make_plan("auto", problem, (), parks=parks, reuses=reuses, evicts=False))
+        if not parks or len(problem.trace.ops) * len(frames) > _FRAMED_OPS:
+            break
+    return frames
 
 
 def _programmed(frame: Plan) -> Plan:
