@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outgrow.api import plan as plan
     from outgrow.cost.hardware import Hardware as Hardware
+    from outgrow.cost.profiles import find_hardware as find_hardware
     from outgrow.errors import BudgetTooSmall as BudgetTooSmall
     from outgrow.errors import DeviceOutOfMemory as DeviceOutOfMemory
     from outgrow.errors import InvalidBudget as InvalidBudget
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from outgrow.errors import SessionError as SessionError
     from outgrow.errors import SpillError as SpillError
     from outgrow.errors import TraceMismatch as TraceMismatch
+    from outgrow.errors import UnknownHardware as UnknownHardware
     from outgrow.errors import UnknownNetwork as UnknownNetwork
+    from outgrow.errors import UnknownPaper as UnknownPaper
     from outgrow.errors import UnknownPolicy as UnknownPolicy
     from outgrow.errors import UnsupportedDevice as UnsupportedDevice
     from outgrow.planning.plan import Plan as Plan
@@ -50,9 +53,12 @@ _HOMES = {
     "Trace": "tracing.ir",
     "TraceMismatch": "errors",
     "TrainingStep": "tracing.capture",
+    "UnknownHardware": "errors",
     "UnknownNetwork": "errors",
+    "UnknownPaper": "errors",
     "UnknownPolicy": "errors",
     "UnsupportedDevice": "errors",
+    "find_hardware": "cost.profiles",
     "plan": "api",
     "policies": "planning.policies",
     "trace": "tracing.capture",

@@ -76,8 +76,16 @@ class TraceMismatch(OutgrowError, ValueError):
     """A plan or trace file that does not belong here: wrong format, or made for another trace."""
 
 
+class UnknownHardware(OutgrowError, ValueError):
+    """No hardware profile has this name."""
+
+
 class UnknownNetwork(OutgrowError, ValueError):
     """No network has this name."""
+
+
+class UnknownPaper(OutgrowError, ValueError):
+    """No paper whose figures are here has this name."""
 
 
 class UnknownPolicy(OutgrowError, ValueError):

@@ -18,9 +18,9 @@ from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.options import Options
 from outgrow.cli.plot import Line, check_plot_path, draw
 from outgrow.cli.points import Curves, Pair, Point, measure, predict, steps_to_measure
-from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
+from outgrow.cost.profiles import find_hardware
 from outgrow.planning.policies import find as find_policy
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.units import format_bytes, format_seconds
@@ -34,6 +34,7 @@ def compare(
     policies: str | None,
     rounds: int | None,
     plot: Path | None,
+    hardware: str | None,
     as_json: bool,
 ) -> None:
     """Predict, and with `rounds` measure that many steps of each pair; print a table or one line of JSON.
@@ -44,8 +45,12 @@ def compare(
         policies: names of policies with commas between them; None for all.
         rounds: measured steps of each pair; None measures nothing.
         plot: where a plot goes; None draws none.
+        hardware: the name of the device to predict for; None is the machine at hand.
         as_json: print JSON rather than a table.
     """
+    if hardware is not None and rounds is not None:
+        raise OptionError("--measure trains on this machine: leave --hardware away, or --measure")
+    profile = None if hardware is None else find_hardware(hardware)
     percents = parse_percents(budgets)
     names = parse_policies(policies)
     job = make_job(options)
@@ -54,15 +59,17 @@ def compare(
     if rounds is not None:
         _check_what_workers_need(job)
     pairs = [Pair(name, percent) for name in names for percent in percents]
-    hardware, predicted, measured = _work_out(job, options, pairs, rounds)
+    device, predicted, measured = _work_out(job, options, pairs, rounds, profile)
     title = f"{job.network.name}, batch {job.shape.batch}, size {job.shape.image_size}"
     if job.channels_last:
         title += ", channels last"
+    if profile is not None:
+        title += f", {device.name}"
     if plot is not None:
         draw(plot, title, _lines(names, predicted, measured))
     if as_json:
         curves = {"predicted": asdict(predicted), "measured": None if measured is None else asdict(measured)}
-        print(json.dumps(_heading(job, hardware) | curves), flush=True)
+        print(json.dumps(_heading(job, device) | curves), flush=True)
         return
     stdout = Console()
     stdout.print(_table(f"{title}: predicted", names, predicted))
@@ -109,7 +116,7 @@ def _check_what_workers_need(job: Job) -> None:
 
 
 def _work_out(
-    job: Job, options: Options, pairs: Sequence[Pair], rounds: int | None
+    job: Job, options: Options, pairs: Sequence[Pair], rounds: int | None, profile: Hardware | None
 ) -> tuple[Hardware, Curves, Curves | None]:
     stderr = Console(stderr=True)
     with Progress(
@@ -127,8 +134,8 @@ def _work_out(
         def planned(pair: Pair) -> None:
             progress.update(planning, description=f"planned {pair.policy} at {pair.percent:g}%", advance=1)
 
-        hardware = this_machine()
-        trace = estimate(outgrow.trace(job.make_step, fake=True), hardware)
+        hardware = this_machine() if profile is None else profile
+        trace = job.fake_trace(hardware)
         predicted = predict(trace, hardware, pairs, on_pair=planned)
         if rounds is None:
             return hardware, predicted, None

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 import outgrow
 from outgrow.cli.datasets import Batch, Shape, default_data, open_data
 from outgrow.cli.options import Options
+from outgrow.cost.estimate import estimate
+from outgrow.cost.hardware import Hardware
+from outgrow.cost.measure import this_machine
 from outgrow.errors import BudgetTooSmall, OutgrowError
 from outgrow.networks import Network, find
 from outgrow.planning.floor import least_budget
@@ -24,8 +27,6 @@ from outgrow.units import parse_bytes
 
 DEFAULT_LEARNING_RATE = {"sgd": 1e-3, "adamw": 3e-4}
 DEFAULT_MOMENTUM = 0.9
-
-_UNBOUNDED = 2**62  # bytes: a budget that nothing reaches
 
 
 class OptionError(OutgrowError, ValueError):
@@ -105,13 +106,17 @@ class Job:
         batch = self._laid_out(self.network.sample(self.shape.batch, self.shape.image_size, self.shape.classes))
         return outgrow.TrainingStep(model, optimizer, lambda: self.step(model, optimizer, batch))
 
-    def fake_trace(self) -> Trace:
-        """The trace of one step, without allocating any of its memory."""
-        return costed(outgrow.trace(self.make_step, fake=True))
+    def untimed_trace(self) -> Trace:
+        """The trace of one step, without allocating any of its memory, and without times."""
+        return outgrow.trace(self.make_step, fake=True)
 
-    def plan(self, trace: Trace, budget_bytes: int) -> Plan:
+    def fake_trace(self, hardware: Hardware | None = None) -> Trace:
+        """The same with the times and workspaces of a device; of this machine, if it is left out."""
+        return costed(self.untimed_trace(), hardware)
+
+    def plan(self, trace: Trace, budget_bytes: int, hardware: Hardware | None = None) -> Plan:
         """The plan that a session with this job's policy would follow under a budget, in bytes."""
-        return outgrow.plan(trace, budget=budget_bytes, policy=self.policy)
+        return outgrow.plan(trace, budget=budget_bytes, policy=self.policy, hardware=hardware)
 
     def check_that_it_fits(self) -> None:
         """Fail before anything is allocated where no plan keeps the step inside the budget.
@@ -134,13 +139,17 @@ def _use_channels_last(model: nn.Module) -> None:
             parameter.data = parameter.data.to(memory_format=torch.channels_last)
 
 
-def costed(trace: Trace) -> Trace:
-    """A fake trace with the times and workspaces that plans reckon with."""
-    return outgrow.plan(trace, budget=_UNBOUNDED, policy="keep").problem.trace
+def costed(trace: Trace, hardware: Hardware | None = None) -> Trace:
+    """A fake trace with the times and workspaces that plans reckon with on a device; on this machine by default."""
+    return estimate(trace, this_machine() if hardware is None else hardware)
 
 
-def make_job(options: Options) -> Job:
+def make_job(options: Options, memory_bytes: int | None = None) -> Job:
     """Check what a command was given, and fill in what it was not.
+
+    Args:
+        options: what was given.
+        memory_bytes: what a budget in percent is a share of, in bytes; this machine's memory, if it is left out.
 
     Raises:
         UnknownNetwork, UnknownPolicy, InvalidBudget, DataError, OptionError: see their messages.
@@ -161,7 +170,7 @@ def make_job(options: Options) -> Job:
         network=network,
         data=default_data(network) if options.data is None else options.data,
         shape=Shape(options.batch, image_size, network.classes),
-        budget_bytes=_budget_bytes(options.budget),
+        budget_bytes=_budget_bytes(options.budget, memory_bytes),
         policy="auto" if options.policy is None else options.policy,
         optimizer=options.optimizer,
         learning_rate=options.learning_rate or DEFAULT_LEARNING_RATE[options.optimizer],
@@ -174,10 +183,10 @@ def make_job(options: Options) -> Job:
     )
 
 
-def _budget_bytes(budget: str | None) -> int | None:
+def _budget_bytes(budget: str | None, memory_bytes: int | None) -> int | None:
     if budget is None:
         return None
-    return parse_bytes(budget, psutil.virtual_memory().total)
+    return parse_bytes(budget, psutil.virtual_memory().total if memory_bytes is None else memory_bytes)
 
 
 def _check_that_it_builds(network: Network, image_size: int) -> None:

@@ -23,6 +23,10 @@ Examples:
   outgrow train gpt-12x256 --batch 8 --image-size 256 --budget 400MB --json
 
   outgrow compare resnet-50 --batch 16 --budgets 100,60,40 --policies auto,vdnn-dyn --plot resnet-50.png
+
+  outgrow plan vgg-16 --batch 256 --budget 12GiB --hardware k40c
+
+  outgrow limits resnet-152 --what batch --hardware k40c
 """
 
 _EXIT_USAGE = 2
@@ -101,6 +105,7 @@ def plan(
     steps: opt.Steps = 20,
     budget: opt.PlanBudget = None,
     policy: opt.Policy = None,
+    hardware: opt.Hardware = None,
     optimizer: opt.Optimizer = "sgd",
     momentum: opt.Momentum = None,
     lr: opt.LearningRate = None,
@@ -114,7 +119,8 @@ def plan(
     """Say what a training step would take, without allocating its memory.
 
     It takes the options of 'outgrow train', so that one word turns a command into its plan; those that
-    change no memory (--data, --steps, --lr, --seed, ...) have no effect.
+    change no memory (--data, --steps, --lr, --seed, ...) have no effect. With --hardware it plans for a
+    device that need not be here.
     """
     del steps
     from outgrow.cli.plan import plan as run_plan
@@ -123,7 +129,7 @@ def plan(
         network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
         spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
-    run_plan(given, as_json)
+    run_plan(given, hardware, as_json)
 
 
 @app.command()
@@ -137,6 +143,7 @@ def compare(
     measure: opt.Measure = False,
     steps: opt.MeasuredSteps = 5,
     plot: opt.Plot = None,
+    hardware: opt.Hardware = None,
     optimizer: opt.Optimizer = "sgd",
     momentum: opt.Momentum = None,
     lr: opt.LearningRate = None,
@@ -166,7 +173,7 @@ def compare(
         network, data, batch, image_size, None, None, optimizer, momentum, lr, dtype, channels_last,
         spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
-    run_compare(given, budgets, policies, steps if measure else None, plot, as_json)
+    run_compare(given, budgets, policies, steps if measure else None, plot, hardware, as_json)
 
 
 @app.command()
@@ -182,6 +189,62 @@ def networks(
     from outgrow.cli.networks import networks as run_networks
 
     run_networks(names or (), batch, as_json)
+
+
+@app.command()
+def doctor(
+    spill_dir: opt.SpillDir = None,
+    allow_tmpfs: opt.AllowTmpfs = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Measure this machine, check the set-up, list devices to plan for.
+
+    What is measured here (products, memory, disk, whole steps) is kept in the
+    cache folder, and plans on this machine reckon with it. Some ten seconds.
+    """
+    _use_huge_pages()
+    from outgrow.cli.doctor import doctor as run_doctor
+
+    run_doctor(spill_dir, allow_tmpfs, as_json)
+
+
+@app.command()
+def limits(
+    family: opt.FamilyArgument,
+    what: opt.What = "batch",
+    hardware: opt.LimitsHardware = "k40c",
+    budget: opt.LimitsBudget = None,
+    policy: opt.Policy = None,
+    batch: opt.Batch = 16,
+    image_size: opt.ImageSize = None,
+    optimizer: opt.Optimizer = "sgd",
+    momentum: opt.Momentum = None,
+    dtype: opt.Dtype = "float32",
+    as_json: opt.Json = False,
+) -> None:
+    """Find the deepest network or the largest batch that fits a device.
+
+    Fake traces and plans alone: nothing is trained, and the device need not
+    be here. Depths of thousands of layers take minutes.
+    """
+    from outgrow.cli.limits import limits as run_limits
+
+    given = opt.Options(
+        family, None, batch, image_size, budget, policy, optimizer, momentum, dtype=dtype
+    )  # fmt: skip
+    run_limits(family, what, given, hardware, as_json)
+
+
+@app.command()
+def paper(name: opt.PaperArgument, as_json: opt.Json = False) -> None:
+    """Work out the figures of a paper anew, on the paper's GPU.
+
+    One row a figure: the paper's number, plain PyTorch, the paper's policy
+    and auto, all simulated from fake traces. superneurons takes half an hour.
+    """
+    from outgrow.cli.paper import paper as run_paper
+
+    run_paper(name, as_json)
 
 
 @app.command(hidden=True)

@@ -161,6 +161,42 @@ ChannelsLast = Annotated[
         "often faster; losses differ in their last bits from those without it. Not for gpt networks.",
     ),
 ]
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Plan for another device, for example k40c, titan-x, v100, 'a100 80gb' or h200; "
+        "'outgrow doctor' lists them.",
+        show_default="this machine",
+    ),
+]
+LimitsHardware = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="The device, for example k40c or h200; 'outgrow doctor' lists them."),
+]
+LimitsBudget = Annotated[
+    str | None,
+    typer.Option(
+        help="The most memory that the step may take: bytes, a size such as 8GiB, or a share of the device's.",
+        show_default="all of the device's",
+    ),
+]
+What = Annotated[
+    Literal["depth", "batch"],
+    typer.Option(help="What grows: the depth of a family (resnet, vgg, gpt), or the batch of one network."),
+]
+FamilyArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="FAMILY",
+        help="With --what depth: resnet, vgg or gpt. With --what batch: a network, for example resnet-152.",
+        show_default=False,
+    ),
+]
+PaperArgument = Annotated[
+    str,
+    typer.Argument(metavar="PAPER", help="vdnn, superneurons, layrub or accudnn.", show_default=False),
+]
 SpillDir = Annotated[
     Path | None,
     typer.Option(

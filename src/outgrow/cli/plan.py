@@ -11,19 +11,27 @@ from rich.table import Table
 
 from outgrow.cli.job import Job, make_job
 from outgrow.cli.options import Options
+from outgrow.cost.hardware import Hardware
+from outgrow.cost.measure import this_machine
+from outgrow.cost.profiles import find_hardware
 from outgrow.planning.plan import Plan
 from outgrow.tracing.ir import Trace
 from outgrow.tracing.liveness import plain_profile
 from outgrow.units import format_bytes, format_seconds
 
 
-def plan(options: Options, as_json: bool) -> None:
-    """Trace, plan, and print what came out: a table, or with `as_json` one line of JSON."""
-    job = make_job(options)
+def plan(options: Options, hardware: str | None, as_json: bool) -> None:
+    """Trace, plan, and print what came out: a table, or with `as_json` one line of JSON.
+
+    `hardware` names the device to plan for; None is the machine at hand.
+    """
+    device = None if hardware is None else find_hardware(hardware)
+    job = make_job(options, None if device is None else device.memory_bytes)
     stderr = Console(stderr=True)
     with stderr.status("Tracing and planning") if stderr.is_terminal else nullcontext():
-        trace = job.fake_trace()
-        made = make_plan(job, trace)
+        device = this_machine() if device is None else device
+        trace = job.fake_trace(device)
+        made = make_plan(job, trace, device)
         result = figures(job, trace, made)
     if as_json:
         print(json.dumps(result), flush=True)
@@ -31,10 +39,10 @@ def plan(options: Options, as_json: bool) -> None:
         Console().print(result_table(result))
 
 
-def make_plan(job: Job, trace: Trace) -> Plan:
+def make_plan(job: Job, trace: Trace, hardware: Hardware | None = None) -> Plan:
     """The job's plan; without a budget, for the plain step's peak."""
     budget = job.budget_bytes
-    return job.plan(trace, plain_profile(trace).peak_bytes if budget is None else budget)
+    return job.plan(trace, plain_profile(trace).peak_bytes if budget is None else budget, hardware)
 
 
 def figures(job: Job, trace: Trace, made: Plan) -> dict[str, Any]:
@@ -45,6 +53,7 @@ def figures(job: Job, trace: Trace, made: Plan) -> dict[str, Any]:
         "network": job.network.name,
         "batch": job.shape.batch,
         "image_size": job.shape.image_size,
+        "hardware": made.problem.hardware.name,
         "policy": made.policy,
         "budget_bytes": made.budget_bytes,
         "plain_peak_bytes": profile.peak_bytes,
@@ -62,7 +71,8 @@ def figures(job: Job, trace: Trace, made: Plan) -> dict[str, Any]:
 
 def result_table(result: dict[str, Any]) -> Table:
     """The figures for people."""
-    table = Table(title=f"{result['network']}, batch {result['batch']}, size {result['image_size']}")
+    title = f"{result['network']}, batch {result['batch']}, size {result['image_size']}, {result['hardware']}"
+    table = Table(title=title)
     table.add_column("")
     table.add_column("plain", justify="right")
     table.add_column(result["policy"], justify="right")

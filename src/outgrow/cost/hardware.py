@@ -1,13 +1,23 @@
-"""Profiles of real devices: the speeds that estimates and plans reckon with. Pure; no torch."""
+"""What a device can do: the speeds that estimates and plans reckon with. Pure; no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from math import inf
 from typing import Any
 
 from outgrow.errors import TraceMismatch
+
+
+class OpClass(StrEnum):
+    """Kinds of op that reach different shares of what a device could do."""
+
+    CONVOLUTION = "convolution"
+    PRODUCT = "matrix product"
+    NORMALIZATION = "normalization"
+    OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +27,7 @@ class Hardware:
     Attributes:
         name: what people call it.
         memory_bytes: capacity of the device, in bytes.
-        flops_per_second: what a large matrix product or convolution reaches, in FLOP/s.
+        flops_per_second: float32 FLOP/s, of the data sheet or as a large matrix product reaches.
         memory_bandwidth: bytes per second that memory-bound ops move (read plus written).
         copy_out_bandwidth: bytes per second from the device to the next tier.
         copy_in_bandwidth: bytes per second back.
@@ -25,6 +35,9 @@ class Hardware:
         op_overhead_seconds: fixed cost of one op, in seconds.
         copy_cost_seconds_per_byte: time that a copy takes from the computation, per byte: on a CPU both share the
             cores; 0 where copies have an engine of their own.
+        device_type: "cpu" or "cuda": whose kernels run, and hold workspaces.
+        flops_by_dtype: FLOP/s in other dtypes ("bfloat16"); what is not there runs as fast as float32.
+        efficiency: by `OpClass`, the share of the roofline that such ops reach; 1 for what is not there.
     """
 
     name: str
@@ -36,6 +49,9 @@ class Hardware:
     copy_latency_seconds: float = 1e-4
     op_overhead_seconds: float = 1e-5
     copy_cost_seconds_per_byte: float = 0.0
+    device_type: str = "cpu"
+    flops_by_dtype: Mapping[str, float] = field(default_factory=dict)
+    efficiency: Mapping[str, float] = field(default_factory=dict)
 
     def copy_out_seconds(self, nbytes: int) -> float:
         """Time of one copy of `nbytes` to the next tier."""
@@ -49,20 +65,47 @@ class Hardware:
         """Time that copies of `nbytes` take from the computation, in seconds."""
         return nbytes * self.copy_cost_seconds_per_byte
 
+    def roofline_seconds(self, flops: int, moved_bytes: int, dtype: str = "float32") -> float:
+        """The time below which no op gets: its arithmetic or its memory traffic, whichever is slower.
+
+        Williams, Waterman, Patterson, "Roofline" (CACM 2009).
+        """
+        speed = self.flops_by_dtype.get(dtype, self.flops_per_second)
+        return max(flops / speed, moved_bytes / self.memory_bandwidth)
+
     def to_document(self) -> dict[str, Any]:
         """As plain data for JSON."""
         return asdict(self)
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Hardware:
-        """The reverse of `to_document`."""
+        """The reverse of `to_document`.
+
+        Raises:
+            TraceMismatch: the data describes no hardware that there could be.
+        """
         try:
             hardware = cls(**document)
         except TypeError as error:
             raise TraceMismatch(f"not a hardware profile: {error}") from error
-        for field in fields(cls):
-            number = getattr(hardware, field.name)
-            least = 0 if field.name == "copy_cost_seconds_per_byte" else 5e-324  # the least float above 0
-            if field.name != "name" and not (type(number) in (int, float) and least <= number < inf):
-                raise TraceMismatch(f"no hardware has a {field.name} of {number!r}")
+        for each in fields(cls):
+            value = getattr(hardware, each.name)
+            if not _is_possible(each.name, value):
+                raise TraceMismatch(f"no hardware has a {each.name} of {value!r}")
         return hardware
+
+
+def _is_possible(name: str, value: object) -> bool:
+    if name in ("name", "device_type"):
+        return isinstance(value, str)
+    if name in ("flops_by_dtype", "efficiency"):
+        return isinstance(value, Mapping) and all(
+            isinstance(key, str) and _is_above_zero(number) for key, number in value.items()
+        )
+    return _is_above_zero(value) or (
+        name == "copy_cost_seconds_per_byte" and type(value) in (int, float) and value == 0
+    )
+
+
+def _is_above_zero(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf

@@ -16,34 +16,36 @@ from outgrow.planning.reuse import reusable_ops
 _BOUNDLESS = 1 << 62  # bytes
 
 
-def least_step_seconds(problem: Problem) -> float:
+def least_step_seconds(problem: Problem, search_seconds: float = 0.0) -> float:
     """A lower bound of the step time of any plan under the problem's budget, in seconds.
 
-    The linear program with every rounding in the plan's favour: values are divisible, copies have no latency and are
-    fluid, recipes have their sources for nothing. Parks cost their copies where nothing else makes an op fit, and
-    nothing elsewhere. Infinite where even that does not fit.
+    A higher one, with `search_seconds` for a branch and bound over the largest values: they move as a whole or not.
+
+    The linear program with every rounding in the plan's favour: values are divisible, copies have no latency, and go
+    on while something is made anew. Parks cost their copies where an op would not fit otherwise, and nothing
+    elsewhere. Infinite where even that does not fit.
     """
     boundless = replace(problem, budget_bytes=_BOUNDLESS)
     kept = make_plan("keep", boundless, (), reuses=reusable_ops(problem), evicts=False).simulate().curve
     free, priced = _by_price(problem)
     least = [level - parked for level, parked in zip(kept, _parked_at_most(problem, free), strict=True)]
-    return problem.op_times[-1] + Relaxation(problem, least, priced, optimistic=True).solve().seconds
+    relaxation = Relaxation(problem, least, priced, optimistic=True)
+    extra = relaxation.least_seconds(search_seconds) if search_seconds else relaxation.solve().seconds
+    return problem.op_times[-1] + extra
 
 
 def _by_price(problem: Problem) -> tuple[list[Gap], list[Gap]]:
     """Gaps whose parks count as free, and those that count with their copies.
 
-    A saved value's park may make use of the copy that it is offloaded with; and what is parked where it need not be
-    would only make the program larger.
+    What is parked where it need not be would only make the program larger.
     """
     crowded = [level > problem.budget_bytes for level in needed_curve(problem)]
     before = list(accumulate(crowded, initial=0))
-    saved = {item.value for item in problem.candidates}
     free: list[Gap] = []
     priced: list[Gap] = []
     for gap in gaps(problem):
         is_needed = before[gap.before_op] > before[gap.after_op + 1]
-        (priced if is_needed and gap.value not in saved else free).append(gap)
+        (priced if is_needed else free).append(gap)
     return free, priced
 
 

@@ -21,12 +21,22 @@ from outgrow.tracing.ir import Event, Phase
 from outgrow.tracing.liveness import average
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Time for which the device waits at op `op`, in seconds: for `value` to arrive, or for room (-1)."""
+
+    op: int
+    seconds: float
+    value: int
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What a step under a plan is predicted to be. Times in seconds, sizes in bytes.
 
     `feasible` says that live bytes stay within the budget at every op; `evicted_bytes` is what the cache had to
-    send away beyond the plan; `curve` has the live bytes at the worst moment of each op.
+    send away beyond the plan; `curve` has the live bytes at the worst moment of each op, and `waits` what
+    `stall_seconds` is made of.
     """
 
     peak_bytes: int
@@ -41,6 +51,7 @@ class Prediction:
     evicted_bytes: int
     feasible: bool
     curve: tuple[int, ...] = field(repr=False)
+    waits: tuple[Wait, ...] = field(repr=False)
 
 
 def simulate(plan: Plan) -> Prediction:
@@ -62,6 +73,7 @@ def simulate(plan: Plan) -> Prediction:
         evicted_bytes=walk.evicted_bytes,
         feasible=peak <= plan.problem.budget_bytes,
         curve=tuple(walk.curve),
+        waits=tuple(walk.waits),
     )
 
 
@@ -95,6 +107,7 @@ class _Walk:
         self.problem = problem
         self.time = self.stall = self.recompute = 0.0
         self.curve: list[int] = []
+        self.waits: list[Wait] = []
         self.offloaded_bytes = self.evicted_bytes = self.recomputed_bytes = 0
         self._evicts = plan.evicts
         self._burst_peak = 0  # the highest level of recompute bursts since the last op
@@ -206,7 +219,7 @@ class _Walk:
         while self._deferred and self._start_in(self._deferred[0]):
             self._deferred.popleft()
         if tick.event is Event.UNPACK:
-            self._wait_until(self._entries[value].arrives)
+            self._wait_for(value)
 
     def _touch(self, value: int) -> None:
         if self._entries[value].movable:
@@ -284,7 +297,7 @@ class _Walk:
             else:
                 self._read(value)
         if entry.resident and waits:
-            self._wait_until(entry.arrives)
+            self._wait_for(value)
 
     def _remake(self, value: int) -> None:
         """Make a gradient anew from what the op that made it had read."""
@@ -364,7 +377,7 @@ class _Walk:
         recipe = self._recipe(value)
         for source in recipe.sources:
             self._request(source)
-            self._wait_until(self._entries[source].arrives)
+            self._wait_for(source)
         trace = self.problem.trace
         last_use = {index: op for op in recipe.ops for index in trace.ops[op].inputs}
         inside: dict[int, int] = {}  # bytes of what the burst has made so far, by storage
@@ -394,8 +407,12 @@ class _Walk:
         self._live += entry.nbytes
         self.recomputed_bytes += entry.nbytes
 
-    def _wait_until(self, moment: float) -> None:
+    def _wait_for(self, value: int) -> None:
+        self._wait_until(self._entries[value].arrives, value)
+
+    def _wait_until(self, moment: float, value: int = -1) -> None:
         if moment > self.time:
+            self.waits.append(Wait(self._op, moment - self.time, value))
             self.stall += moment - self.time
             self.time = moment
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from outgrow.errors import TraceMismatch
 
-FORMAT = "outgrow-trace-2"
+FORMAT = "outgrow-trace-3"
 
 
 class Phase(StrEnum):
@@ -60,7 +60,7 @@ class Op:
     that the op, run again on the same inputs, may be expected to give the same outputs as far as anybody reads them:
     `empty` is where another op overwrites all of its result at once. An op that only asks an argument for its shape
     does not have it among its `inputs`. `channels_last` says that a convolution finds its images or its weight in
-    that order, which decides what it rearranges.
+    that order, which decides what it rearranges. `dtype` is what it calculates in ("float32").
     """
 
     name: str
@@ -74,6 +74,7 @@ class Op:
     seconds: float
     repeatable: bool
     channels_last: bool = False
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)

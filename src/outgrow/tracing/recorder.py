@@ -151,6 +151,7 @@ class Recorder:
                 seconds=seconds,
                 repeatable=facts.is_repeatable and (not facts.draws or self._ledger.device_type == "cpu"),
                 channels_last="convolution" in facts.name and any(map(_is_channels_last, inputs)),
+                dtype=_dtype_of((*inputs, *outputs)),
             )
         )
         if self._watched:
@@ -363,6 +364,12 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if formula is None:
         return 0
     return int(formula(*args, **kwargs, out_val=result))
+
+
+def _dtype_of(tensors: Iterable[torch.Tensor]) -> str:
+    """The dtype that an op calculates in: that of the first floating-point tensor which it reads or makes."""
+    found = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+    return str(found).removeprefix("torch.")
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,8 @@
 A linear program says which share of each value to keep, offload and make anew (`planning/relaxation.py`). Hardly any
 share comes out broken. Its answer is rounded, simulated, and where the plan holds more than the program thought (a
 copy is late, a burst of recompute needs room) the budget of those ops is made smaller and the program solved again.
-The plans of the other policies are tried too, so that none of them is ever faster.
+The plans of the other policies are tried too, so that none of them is ever faster. Where the device would still wait,
+a local search (`planning/refine.py`) looks for small changes that help.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from outgrow.planning.policies.superneurons import SuperNeurons
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
 from outgrow.planning.prefetch import CAUTION, dropped_early, with_prefetch
 from outgrow.planning.problem import Candidate, Problem
+from outgrow.planning.refine import refined
 from outgrow.planning.relaxation import Relaxation, Shares
 from outgrow.planning.reuse import reusable_ops
 
@@ -36,6 +38,10 @@ _DELAYS = 3
 _BOUNDLESS = 1 << 62  # bytes
 # Where the device waits for more than this share of the step, copies back are planned without caution as well.
 _LEAST_STALL = 0.002
+# From this share of the step on the local search has a try, with so many simulations at most: fewer for long traces,
+# ops in all.
+_REFINED_STALL = 0.01
+_TRIES, _REFINED_OPS = 300, 500_000
 # A share below this is a rounding error of the solver's.
 _LEAST_SHARE = 0.01
 # How long a trace may be, for one more program, one more choice of parks, and one more simulation of a plan that
@@ -58,8 +64,10 @@ class Auto:
         if not frame.parks and frame.simulate().feasible:  # reuse is enough, and costs nothing
             return _own(frame)
         others = (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), SuperNeurons(), Layrub(), AccUDNN(), Checkpoint())
-        tried = [*map(_programmed, (frame, *roomier)), *(policy.plan(problem) for policy in others)]
-        return _own(min(tried, key=_rank))
+        programmed = [*map(_programmed, (frame, *roomier))]
+        best = min([*programmed, *(policy.plan(problem) for policy in others)], key=_rank)
+        starts = [best, *(_own(plan) for plan in programmed if plan is not best)]
+        return _own(min(map(_refined, starts), key=_rank))
 
 
 def _frames(problem: Problem) -> list[Plan]:
@@ -75,6 +83,14 @@ def _frames(problem: Problem) -> list[Plan]:
         if not parks or len(problem.trace.ops) * len(frames) > _FRAMED_OPS:
             break
     return frames
+
+
+def _refined(plan: Plan) -> Plan:
+    """The plan, or a better one near it where the device waits."""
+    prediction = plan.simulate()
+    if prediction.stall_seconds < _REFINED_STALL * prediction.step_seconds:
+        return plan
+    return refined(plan, _rank, min(_TRIES, _REFINED_OPS // max(1, len(plan.problem.trace.ops))))
 
 
 def _programmed(frame: Plan) -> Plan:

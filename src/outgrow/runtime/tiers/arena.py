@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from outgrow.cache import cache_folder
 from outgrow.runtime.tiers.resident import ResidentSet
 
 _log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def _library() -> Path:
     """
     torch_root = Path(torch.__file__).parent
     made_for = _SOURCE.read_bytes() + f"{torch.__version__} {torch_root}".encode()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outgrow"
+    folder = cache_folder()
     target = folder / f"arena-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
     if target.exists():
         return target

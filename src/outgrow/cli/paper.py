@@ -1,0 +1,61 @@
+"""`outgrow paper`: the figures of a paper beside what its policy and `auto` do on its GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from outgrow.papers import figures_of
+from outgrow.papers.figure import Row, in_words
+from outgrow.papers.lab import Lab
+
+
+def paper(name: str, as_json: bool) -> None:
+    """Work out all figures of one paper, and print them: a table, or with `as_json` one line of JSON."""
+    figures = figures_of(name)
+    stderr = Console(stderr=True)
+    rows: list[Row] = []
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        console=stderr,
+        disable=not stderr.is_terminal,
+        transient=True,
+    ) as progress:
+        task = progress.add_task(name, total=len(figures))
+        lab = Lab(lambda what: progress.update(task, description=what))
+        for figure in figures:
+            progress.update(task, description=figure.name)
+            rows += figure.work_out(lab)
+            progress.advance(task)
+    if as_json:
+        print(json.dumps({"paper": name, "rows": [asdict(row) for row in rows]}), flush=True)
+    else:
+        Console().print(_table(name, rows))
+
+
+def _table(name: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=f"The figures of {name}, and ours", show_lines=True)
+    table.add_column("figure")
+    for heading in ("paper", "plain", "its policy", "auto", "samples/s"):
+        table.add_column(heading, justify="right")
+    table.add_column("remarks")
+    for row in rows:
+        speed = "" if row.auto_samples_per_second is None else f"{row.auto_samples_per_second:.1f}"
+        numbers = (in_words(number, row.unit) for number in (row.reported, row.plain, row.own, row.auto))
+        remarks = f"{row.source}. {row.note}".strip()
+        if not row.fits:
+            remarks = f"auto does not fit. {remarks}"
+        table.add_row(f"{row.claim}\n{row.setting}\n({row.policy}; {row.unit})", *numbers, speed, remarks)
+    table.caption = (
+        "Simulated on the paper's GPU, from fake traces: 'plain' is PyTorch as it is, 'its policy' ours after the "
+        "paper, 'samples/s' auto's."
+    )
+    return table

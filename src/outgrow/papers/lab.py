@@ -1,0 +1,116 @@
+"""What the papers' figures are worked out with: fake traces of their networks, and plans on their GPUs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+
+import outgrow
+from outgrow.cost.estimate import estimate
+from outgrow.cost.hardware import Hardware
+from outgrow.cost.profiles import find_hardware
+from outgrow.networks import Network, find
+from outgrow.planning.floor import least_budget
+from outgrow.planning.problem import Problem
+from outgrow.planning.simulate import Prediction
+from outgrow.tracing.ir import Kind, Trace
+from outgrow.tracing.liveness import PlainProfile, plain_profile
+from outgrow.tuning.limits import Limit, largest, least_budget_of
+from outgrow.tuning.steps import synthetic_step
+
+_KEPT_TRACES = 3
+_STATE = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER, Kind.SHARED})
+
+TWELVE_GB = 12 << 30  # what the papers call 12 GB: a K40c or Titan X has 12 GiB
+
+
+class Lab:
+    """Works out what a figure needs; keeps the last few traces, as figures share networks."""
+
+    def __init__(self, on_step: Callable[[str], None] = lambda what: None) -> None:
+        """`on_step` is told in words what is being worked out."""
+        self._on_step = on_step
+        self._traces: OrderedDict[tuple[str, int, float], Trace] = OrderedDict()
+
+    def trace(self, name: str, batch: int, *, momentum: float = 0.0) -> Trace:
+        """A fake trace of one step with SGD; without momentum, as the papers count no momentum buffers."""
+        key = (name, batch, momentum)
+        if key not in self._traces:
+            self._on_step(f"tracing {name}, batch {batch}")
+            self._traces[key] = trace_step(find(name), batch, momentum)
+            if len(self._traces) > _KEPT_TRACES:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(key)
+        return self._traces[key]
+
+    def plain(self, trace: Trace, hardware: Hardware) -> PlainProfile:
+        """The plain step."""
+        return plain_profile(estimate(trace, hardware))
+
+    def run(self, trace: Trace, hardware: Hardware, budget_bytes: int, policy: str) -> Prediction:
+        """A step under a budget, simulated."""
+        self._on_step(f"planning with {policy}")
+        return outgrow.plan(trace, budget=budget_bytes, policy=policy, hardware=hardware).simulate()
+
+    def least(self, trace: Trace, hardware: Hardware, policy: str) -> Prediction:
+        """A step under the least budget that the policy holds."""
+        self._on_step(f"looking for the least budget of {policy}")
+        return least_budget_of(trace, hardware, policy)
+
+    def floor_bytes(self, trace: Trace, hardware: Hardware) -> int:
+        """The least budget that any plan holds."""
+        return least_budget(Problem(estimate(trace, hardware), hardware, 1)).bytes
+
+    def largest_batch(self, name: str, hardware: Hardware, budget_bytes: int, policy: str) -> Limit | None:
+        """The largest batch that fits."""
+        return largest(
+            lambda batch: trace_step(find(name), batch, 0.0),
+            budget_bytes=budget_bytes,
+            hardware=hardware,
+            policy=policy,
+            on_try=lambda batch: self._on_step(f"{name} under {policy}: batch {batch}?"),
+        )
+
+    def deepest_resnet(self, batch: int, hardware: Hardware, budget_bytes: int, policy: str) -> Limit | None:
+        """The deepest ResNet that fits, by SuperNeurons' rule; `size` is its depth in layers."""
+        found = largest(
+            lambda blocks: trace_step(find(f"resnet-{resnet_depth(blocks)}"), batch, 0.0),
+            budget_bytes=budget_bytes,
+            hardware=hardware,
+            policy=policy,
+            on_try=lambda blocks: self._on_step(f"ResNet under {policy}: {resnet_depth(blocks)} layers?"),
+        )
+        return None if found is None else replace(found, size=resnet_depth(found.size))
+
+
+def resnet_depth(third_stage_blocks: int) -> int:
+    """Depth of SuperNeurons' ResNets, which grow in their third stage alone: n1 = 6, n2 = 32, n4 = 6."""
+    return 3 * (6 + 32 + third_stage_blocks + 6) + 2
+
+
+def trace_step(network: Network, batch: int, momentum: float) -> Trace:
+    """A fake trace of one step of a network at its own image size."""
+
+    return outgrow.trace(lambda: synthetic_step(network, batch, momentum=momentum))
+
+
+def without_state(trace: Trace) -> Trace:
+    """The trace as if parameters, gradients and optimizer state took no room: what is left is the step's own."""
+    values = tuple(replace(value, nbytes=0) if value.kind in _STATE else value for value in trace.values)
+    return replace(trace, values=values)
+
+
+def network_wide_bytes(trace: Trace) -> int:
+    """What the step takes where every tensor has its memory all the time, as frameworks without liveness had it."""
+    return sum({value.storage: value.nbytes for value in trace.values}.values())
+
+
+def slower(prediction: Prediction) -> float:
+    """By what share a step is slower than one that has all the memory it wants."""
+    return prediction.step_seconds / prediction.plain_step_seconds - 1
+
+
+def gpu(name: str) -> Hardware:
+    """A device that a paper measured on."""
+    return find_hardware(name)

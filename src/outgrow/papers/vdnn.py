@@ -1,0 +1,102 @@
+"""vDNN (Rhu et al., MICRO 2016, arXiv 1602.08124): its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from outgrow.papers.figure import Figure, Row, Unit
+from outgrow.papers.lab import TWELVE_GB, Lab, gpu, network_wide_bytes, slower, without_state
+
+_AVERAGE_NOTE = (
+    "of feature maps and their gradients, as vDNN manages no weights; the baseline holds each of them all through "
+    "the step. PyTorch frees them at their last use: 'plain' is what that alone saves. 'own' is vdnn-all, 'auto' "
+    "runs at the least budget + 3%, and aims at time, not at the average"
+)
+_ABOVE_FLOOR = 1.03
+
+
+def _average_memory(name: str, reported: float, source: str, lab: Lab) -> Sequence[Row]:
+    titan_x = gpu("Titan X")
+    trace = without_state(lab.trace(name, 128))
+    everything = network_wide_bytes(trace)
+    plain = lab.plain(trace, titan_x)
+    own = lab.run(trace, titan_x, TWELVE_GB, "vdnn-all")
+    budget = int(lab.floor_bytes(trace, titan_x) * _ABOVE_FLOOR)
+    auto = lab.run(trace, titan_x, budget, "auto")
+    return (
+        Row(
+            claim="average memory",
+            setting=f"{name}, batch 128, Titan X",
+            unit=Unit.SAVED,
+            source=source,
+            policy="vdnn-all",
+            reported=reported,
+            plain=1 - plain.average_bytes / everything,
+            own=1 - own.average_bytes / everything,
+            auto=1 - auto.average_bytes / everything,
+            auto_samples_per_second=128 / auto.step_seconds,
+            fits=auto.feasible,
+            note=_AVERAGE_NOTE,
+        ),
+    )
+
+
+def _vgg_16(device: str, reported: float, source: str, lab: Lab) -> Sequence[Row]:
+    hardware = gpu(device)
+    trace = lab.trace("vgg-16", 256)
+    setting = f"VGG-16, batch 256, {device}, 12 GB"
+    plain = lab.plain(trace, hardware)
+    own = lab.run(trace, hardware, TWELVE_GB, "vdnn-dyn")
+    auto = lab.run(trace, hardware, TWELVE_GB, "auto")
+    return (
+        Row(
+            claim="time on 12 GB",
+            setting=setting,
+            unit=Unit.SLOWER,
+            source=source,
+            policy="vdnn-dyn",
+            reported=reported,
+            own=slower(own),
+            auto=slower(auto),
+            auto_samples_per_second=256 / auto.step_seconds,
+            fits=auto.feasible,
+            note=f"vDNN's plain step held 28 GB: all feature maps, gradients and workspaces at once. PyTorch's "
+            f"holds {plain.peak_bytes / 2**30:.1f} GiB, as tensors go at their last use and ReLU works in place; "
+            f"all at once they would be {network_wide_bytes(trace) / 2**30:.1f} GiB",
+        ),
+    )
+
+
+def _deep_vgg(depth: int, lab: Lab) -> Sequence[Row]:
+    titan_x = gpu("Titan X")
+    trace = lab.trace(f"vgg-{depth}", 32)
+    own = lab.run(trace, titan_x, TWELVE_GB, "vdnn-dyn")
+    auto = lab.run(trace, titan_x, TWELVE_GB, "auto")
+    return (
+        Row(
+            claim="peak on the device",
+            setting=f"VGG-{depth}, batch 32, Titan X, 12 GB",
+            unit=Unit.BYTES,
+            source="trains [from memory]",
+            policy="vdnn-dyn",
+            plain=lab.plain(trace, titan_x).peak_bytes,
+            own=own.peak_bytes,
+            auto=auto.peak_bytes,
+            auto_samples_per_second=32 / auto.step_seconds,
+            fits=auto.feasible,
+            note=f"slower than with enough memory: vdnn-dyn {slower(own):.1%}, auto {slower(auto):.1%}",
+        ),
+    )
+
+
+_V1, _V3 = "abstract, version 1", "abstract, version 3"
+
+FIGURES: Sequence[Figure] = (
+    Figure("AlexNet's average memory", partial(_average_memory, "alexnet", 0.61, f"{_V1}; up to 89% in version 3")),
+    Figure("OverFeat's average memory", partial(_average_memory, "overfeat", 0.83, f"{_V1}; up to 91% in version 3")),
+    Figure("GoogLeNet's average memory", partial(_average_memory, "googlenet", 0.95, f"{_V3}, at most")),
+    Figure("VGG-16 on a K40c", partial(_vgg_16, "K40c", 0.22, _V1)),
+    Figure("VGG-16 on a Titan X", partial(_vgg_16, "Titan X", 0.18, _V3)),
+    *(Figure(f"VGG-{depth}", partial(_deep_vgg, depth)) for depth in (116, 216, 316, 416)),
+)

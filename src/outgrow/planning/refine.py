@@ -1,0 +1,236 @@
+"""Local search: takes the waits of a plan one by one, and looks for small changes that shorten the step.
+
+Just above the least budget most of what a linear program cannot see decides: a value's memory is there as a whole or
+not at all, and copies come one after the other. The simulator sees both, and says where the device waits and for
+what. A copy back that starts earlier, and something else out of its way, is what usually helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import TypeVar
+
+from outgrow.planning.parks import Gap, gaps, park
+from outgrow.planning.plan import Plan
+from outgrow.planning.prefetch import dropped_early, may_be_dropped, with_prefetch
+from outgrow.planning.problem import Candidate, Problem
+from outgrow.planning.simulate import Wait
+
+# Waits shorter than this share of the step are let be.
+_LEAST_WAIT = 5e-4
+# How many of the longest waits are looked at, and how many values for each that could make room.
+_WAITS, _ROOMS = 12, 6
+# How much earlier a late copy starts: in times that it takes.
+_EARLIER = (1.1, 1.6, 2.5, 4.0)
+
+_Sized = TypeVar("_Sized", Candidate, Gap)
+_Rank = Callable[[Plan], tuple[bool, float, int]]
+
+
+def refined(plan: Plan, rank: _Rank, tries: int) -> Plan:
+    """The plan, or a better one by `rank` that at most `tries` simulations find."""
+    search = _Search(plan.problem)
+    left = tries
+    while left > 0:
+        better, used = search.better(plan, rank, left)
+        left -= used
+        if better is None:
+            break
+        plan = better
+    return plan
+
+
+class _Search:
+    """What changes to plans of one problem are made of."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._candidates = {item.value: item for item in problem.candidates}
+        self._gaps = [gap for gap in gaps(problem) if park(problem, gap) is not None]
+        self._last_tick = len(problem.trace.ticks) - 1
+
+    def better(self, plan: Plan, rank: _Rank, tries: int) -> tuple[Plan | None, int]:
+        """The first change that helps, the longest waits first; and how many were tried."""
+        least = _LEAST_WAIT * plan.simulate().step_seconds
+        waits = sorted(_joined(plan.simulate().waits), key=lambda wait: -wait.seconds)
+        now, used = rank(plan), 0
+        for wait in waits[:_WAITS]:
+            if wait.seconds < least:
+                break
+            for other in islice(self._remedies(plan, wait), tries - used):
+                used += 1
+                if rank(other) < now:
+                    return other, used
+        for other in islice(self._with_less_work(plan), tries - used):
+            used += 1
+            if rank(other) < now:
+                return other, used
+        return None, used
+
+    def _with_less_work(self, plan: Plan) -> Iterator[Plan]:
+        """What is made anew is copied instead, or stays; the most expensive first."""
+        recipes = self._problem.recipes
+
+        def seconds(value: int) -> float:
+            recipe = recipes.find(value)
+            return 0.0 if recipe is None else recipe.seconds
+
+        for item in sorted(plan.recomputes, key=lambda item: -seconds(item.value)):
+            kept = self._keeping(plan, item.value)
+            yield kept
+            yield self._offloading(kept, self._candidates[item.value])
+
+    def _remedies(self, plan: Plan, wait: Wait) -> Iterator[Plan]:
+        if wait.value < 0:
+            for value in self._leaving_before(plan, wait):
+                yield from self._without_copy(plan, value)
+                yield from self._offloading_for(plan, value, wait.op)
+            yield from self._with_room(plan, wait.op, 0)
+            return
+        nbytes = self._problem.trace.values[wait.value].nbytes
+        for times in _EARLIER:
+            start = self._start_before(wait, times * self._problem.hardware.copy_in_seconds(nbytes))
+            earlier = self._starting(plan, wait.value, start)
+            if earlier is None:
+                break
+            yield earlier
+            op, excess = self._worst(plan, start, wait.op, nbytes)
+            if excess > 0:
+                for roomy in self._with_room(earlier, op, excess):
+                    yield roomy
+                    again, missing = self._worst(roomy, start, wait.op, 0)
+                    if missing > 0:
+                        yield from islice(self._with_room(roomy, again, missing), _ROOMS)
+        yield from self._without_copy(plan, wait.value)
+        for value in self._coming_before(plan, wait):
+            yield from self._without_copy(plan, value)
+
+    def _start_before(self, wait: Wait, seconds: float) -> int:
+        return max(0, self._problem.last_tick_before(self._problem.op_times[wait.op] - seconds))
+
+    def _worst(self, plan: Plan, start: int, end_op: int, nbytes: int) -> tuple[int, int]:
+        """The op, from a tick on, that has the least room for `nbytes` more; and how many are missing."""
+        curve = plan.simulate().curve
+        first = min(self._problem.tick_ops[start], max(0, end_op - 1))
+        op = max(range(first, max(end_op, first + 1)), key=lambda op: curve[op])
+        return op, curve[op] + nbytes - self._problem.budget_bytes
+
+    # --- changes ---
+
+    def _starting(self, plan: Plan, value: int, tick: int) -> Plan | None:
+        """The plan with a value's copy back starting at `tick`; None if none does."""
+        if any(item.value == value for item in plan.offloads):
+            moved = (
+                replace(item, in_tick=max(item.out_tick + 1, tick)) if item.value == value else item
+                for item in plan.offloads
+            )
+            return replace(plan, offloads=tuple(moved))
+        open_parks = [item for item in plan.parks if item.value == value and item.out_tick < tick and not item.remade]
+        if not open_parks:
+            return None
+        chosen = open_parks[-1]
+        parks = (replace(item, in_tick=tick) if item is chosen else item for item in plan.parks)
+        return replace(plan, parks=tuple(parks))
+
+    def _without_copy(self, plan: Plan, value: int) -> Iterator[Plan]:
+        """The value is made anew, or stays."""
+        item = self._candidates.get(value)
+        if item is not None and any(other.value == value for other in plan.offloads):
+            if may_be_dropped(self._problem, item):
+                yield self._dropping(plan, item)
+            yield self._keeping(plan, value)
+        for parked in plan.parks:
+            if parked.value == value:
+                yield self._made(plan, parks=tuple(other for other in plan.parks if other is not parked))
+
+    def _coming_before(self, plan: Plan, wait: Wait) -> Iterator[int]:
+        """Values whose copies back may have kept the lane busy, the latest first."""
+        ops = self._problem.tick_ops
+        times = self._problem.op_times
+        since = times[wait.op] - 4 * wait.seconds
+        moves = [(item.in_tick, item.value) for item in plan.offloads]
+        moves += [(item.in_tick, item.value) for item in plan.parks]
+        for tick, value in sorted(moves, reverse=True):
+            if tick >= 0 and value != wait.value and since <= times[ops[tick]] <= times[wait.op]:
+                yield value
+
+    def _leaving_before(self, plan: Plan, wait: Wait) -> Iterator[int]:
+        """Values whose copies out may have kept that lane busy, the latest first."""
+        ops = self._problem.tick_ops
+        moves = [(item.out_tick, item.value) for item in plan.offloads]
+        moves += [(item.out_tick, item.value) for item in plan.parks]
+        before = [value for tick, value in sorted(moves, reverse=True) if ops[tick] <= wait.op]
+        yield from islice(dict.fromkeys(before), 2 * _ROOMS)
+
+    def _offloading_for(self, plan: Plan, value: int, op: int) -> Iterator[Plan]:
+        """Something else that is there at `op` leaves in the place of `value`."""
+        for without in self._without_copy(plan, value):
+            yield from islice(self._with_room(without, op, self._problem.trace.values[value].nbytes), _ROOMS)
+
+    def _with_room(self, plan: Plan, op: int, missing_bytes: int) -> Iterator[Plan]:
+        """Something that is there at `op` and that the op does not need is away."""
+        ops = self._problem.tick_ops
+        moved = {item.value for item in plan.offloads} | {item.value for item in plan.recomputes}
+        waiting = [
+            item
+            for item in self._candidates.values()
+            if item.value not in moved and max(item.held, ops[item.last_pack]) <= op < ops[item.first_unpack]
+        ]
+        early = [
+            item.value
+            for item in plan.offloads
+            if item.in_tick >= 0 and ops[item.in_tick] <= op < ops[self._candidates[item.value].first_unpack]
+        ]
+        parked = {item.value for item in plan.parks}
+        idle = [gap for gap in self._gaps if gap.value not in parked and gap.after_op < op < gap.before_op]
+        later = self._problem.first_tick_at(op + 1)
+        for item in _best_first(waiting, missing_bytes):
+            yield self._offloading(plan, item)
+            if may_be_dropped(self._problem, item):
+                yield self._dropping(plan, item)
+        for value in early[:_ROOMS]:
+            item = self._candidates[value]
+            if later < item.first_unpack:
+                delayed = self._starting(plan, value, later)
+                assert delayed is not None, "it is offloaded"
+                yield delayed
+            if may_be_dropped(self._problem, item):
+                yield self._dropping(plan, item)
+        for gap in _best_first(idle, missing_bytes):
+            parked_too = park(self._problem, gap)
+            assert parked_too is not None, "these gaps can be parked in"
+            yield self._made(plan, parks=(*plan.parks, parked_too))
+
+    def _offloading(self, plan: Plan, item: Candidate) -> Plan:
+        return self._made(plan, offloads=(*plan.offloads, *with_prefetch(self._problem, (item,))))
+
+    def _dropping(self, plan: Plan, item: Candidate) -> Plan:
+        plan = self._keeping(plan, item.value)
+        return self._made(plan, recomputes=(*plan.recomputes, *dropped_early(self._problem, (item,))))
+
+    def _keeping(self, plan: Plan, value: int) -> Plan:
+        return self._made(
+            plan,
+            offloads=tuple(item for item in plan.offloads if item.value != value),
+            recomputes=tuple(item for item in plan.recomputes if item.value != value),
+        )
+
+    def _made(self, plan: Plan, **changes: object) -> Plan:
+        return replace(plan, **changes).laid_out()  # type: ignore[arg-type]
+
+
+def _best_first(items: Iterable[_Sized], missing_bytes: int) -> list[_Sized]:
+    """Those that make enough room by themselves, the least first; then the largest of the others."""
+    ordered = sorted(items, key=lambda item: (item.nbytes < missing_bytes, abs(item.nbytes - missing_bytes)))
+    return ordered[:_ROOMS]
+
+
+def _joined(waits: Iterable[Wait]) -> list[Wait]:
+    """Waits of one op for one value, together."""
+    total: dict[tuple[int, int], float] = {}
+    for wait in waits:
+        key = (wait.op, wait.value)
+        total[key] = total.get(key, 0.0) + wait.seconds
+    return [Wait(op, seconds, value) for (op, value), seconds in total.items()]

@@ -1,0 +1,1 @@
+"""How large a network or a batch may be, and what it then costs."""
