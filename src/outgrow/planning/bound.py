@@ -37,7 +37,8 @@ def least_step_seconds(problem: Problem, search_seconds: float = 0.0) -> float:
 def _by_price(problem: Problem) -> tuple[list[Gap], list[Gap]]:
     """Gaps whose parks count as free, and those that count with their copies.
 
-    What is parked where it need not be would only make the program larger.
+    What is parked where it need not be would only make the program larger. What is parked to the end of its use need
+    not come back for it.
     """
     crowded = [level > problem.budget_bytes for level in needed_curve(problem)]
     before = list(accumulate(crowded, initial=0))
@@ -45,7 +46,7 @@ def _by_price(problem: Problem) -> tuple[list[Gap], list[Gap]]:
     priced: list[Gap] = []
     for gap in gaps(problem):
         is_needed = before[gap.before_op] > before[gap.after_op + 1]
-        (priced if is_needed else free).append(gap)
+        (priced if is_needed and not gap.is_last else free).append(gap)
     return free, priced
 
 
