@@ -45,7 +45,7 @@ def find_hardware(name: str) -> Hardware:
     wanted = _squeeze(name)
     if wanted in by_key:
         return by_key[wanted]
-    close = difflib.get_close_matches(wanted, by_key, n=3, cutoff=0.4)
+    close = [key for key in by_key if wanted and wanted in key] or difflib.get_close_matches(wanted, by_key)
     known = [by_key[key].name for key in close] or [profile.hardware.name for profile in _PROFILES]
     raise UnknownHardware(f"no hardware profile {name!r}; there are {', '.join(known)}")
 
