@@ -11,6 +11,7 @@ from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.profiles import find_hardware
 from outgrow.networks import Network, find
+from outgrow.papers.lean import lean
 from outgrow.planning.floor import least_budget
 from outgrow.planning.problem import Problem
 from outgrow.planning.simulate import Prediction
@@ -52,6 +53,11 @@ class Lab:
         """A step under a budget, simulated."""
         self._on_step(f"planning with {policy}")
         return outgrow.plan(trace, budget=budget_bytes, policy=policy, hardware=hardware).simulate()
+
+    def run_lean(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Prediction:
+        """A step under `auto` that also sends away what can leave for nothing, simulated."""
+        self._on_step("planning with auto")
+        return lean(outgrow.plan(trace, budget=budget_bytes, policy="auto", hardware=hardware)).simulate()
 
     def least(self, trace: Trace, hardware: Hardware, policy: str) -> Prediction:
         """A step under the least budget that the policy holds."""
