@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from outgrow.cost.hardware import Hardware as Hardware
     from outgrow.errors import BudgetTooSmall as BudgetTooSmall
     from outgrow.errors import DeviceOutOfMemory as DeviceOutOfMemory
+    from outgrow.errors import HostBudgetTooSmall as HostBudgetTooSmall
     from outgrow.errors import InvalidBudget as InvalidBudget
     from outgrow.errors import OutgrowError as OutgrowError
     from outgrow.errors import SessionError as SessionError
@@ -39,6 +40,7 @@ _HOMES = {
     "BudgetTooSmall": "errors",
     "DeviceOutOfMemory": "errors",
     "Hardware": "cost.hardware",
+    "HostBudgetTooSmall": "errors",
     "InvalidBudget": "errors",
     "OutgrowError": "errors",
     "Plan": "planning.plan",

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.care import NOTHING, Need, OpNeeds
-from outgrow.runtime.copies.cpu import CpuCopies
+from outgrow.runtime.copies.copy import Copies
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.handles import Handle, node_that_unpacks
@@ -33,7 +33,7 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Recomputer, Verdicts
 from outgrow.runtime.reuse import Reuser
-from outgrow.runtime.tiers.ram import Ram
+from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
@@ -87,8 +87,8 @@ class Executor:
         self,
         ledger: Ledger,
         pool: Pool,
-        copies: CpuCopies,
-        ram: Ram,
+        copies: Copies,
+        memory: DeviceMemory,
         budget_bytes: int,
         least_moved_bytes: int,
         too_small: Callable[[int, str], Exception],
@@ -100,7 +100,7 @@ class Executor:
         """
         self._ledger = ledger
         self._pool = pool
-        self._ram = ram
+        self._memory = memory
         self._budget = budget_bytes
         self._too_small = too_small
         self._needs = OpNeeds()
@@ -109,7 +109,7 @@ class Executor:
         self._kinds: Mapping[int, Kind] = {}
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again)
         self._reuser = Reuser(ledger, pool)
-        self._parking = Parking(ledger, pool, copies, ram, self._make_room, self._run_inside, gradients)
+        self._parking = Parking(ledger, pool, copies, memory, self._make_room, self._run_inside, gradients)
         pool.parked = self._parking
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         self._recorder: Recorder | None = None
@@ -249,7 +249,7 @@ class Executor:
                 self._recomputer.packed(record, entry)
             self._packs.append(handle.nbytes)
             if not self._watched and handle.number % _PACKS_PER_LOOK == 0:
-                self._ram.make_room(0)
+                self._memory.make_room(0)
             self._advance(Event.PACK, handle, entry)
         return handle
 
@@ -406,7 +406,7 @@ class Executor:
         else:
             self._pool.land()
         if need.likely_bytes >= _LARGE_RISE_BYTES:
-            self._ram.make_room(need.likely_bytes)
+            self._memory.make_room(need.likely_bytes)
 
     # --- leaving the plan ---
 

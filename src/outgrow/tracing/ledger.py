@@ -46,13 +46,15 @@ class Ledger:
     """Live storages of one device type and their total.
 
     Attributes:
-        live_bytes: bytes of all storages alive that were ever shown to the ledger.
+        live_bytes: bytes of all storages alive that were ever shown to the ledger, and `unseen_bytes`.
+        unseen_bytes: what an allocator said it had given out beyond those, when it was asked last; 0 if it never was.
         on_death: called with the record of each storage that goes; None for nobody.
     """
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.live_bytes = 0
+        self.unseen_bytes = 0
         self.on_death: Callable[[StorageRecord], None] | None = None
         self._records: dict[int, StorageRecord] = {}
         self._serial = 0
@@ -68,6 +70,15 @@ class Ledger:
     def alive(self) -> list[StorageRecord]:
         """The storages that are alive."""
         return [record for record in self._records.values() if record.ref is not None]
+
+    def settle(self, allocated_bytes: int) -> None:
+        """An allocator was asked how much it has given out: with rounding, and to those who show no storage.
+
+        From here on live bytes go up and down from that.
+        """
+        self._book_deaths_elsewhere()
+        self.unseen_bytes += allocated_bytes - self.live_bytes
+        self.live_bytes = allocated_bytes
 
     def work_here(self) -> None:
         """From now on the calling thread is the training's."""
@@ -128,5 +139,5 @@ class Ledger:
         for record in self._records.values():
             record.ref = None
         self._records.clear()
-        self.live_bytes = 0
+        self.live_bytes = self.unseen_bytes = 0
         self.on_death = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from outgrow.runtime.tiers.arena import Arena, find_arena
 from outgrow.runtime.tiers.heap import Heap, address_space_is_limited
 from outgrow.runtime.tiers.resident import ResidentSet
@@ -27,6 +29,10 @@ class Ram:
     def make_room(self, nbytes: int) -> None:
         """Give free pages back if `nbytes` more would lift the resident set over its limit."""
         self._memory.keep_under(self._limit, self._resident, nbytes)
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory for a value that comes back."""
+        return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
     def relieve(self) -> None:
         """An allocator was refused memory: give all free pages back.
