@@ -99,6 +99,9 @@ class FakeStreams:
 
     # --- what the engine asks for ---
 
+    def current(self) -> int:
+        return 0
+
     def record(self, stream: Stream) -> FakeEvent:
         with self.lock:
             count = self._act(stream)

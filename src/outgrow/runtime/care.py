@@ -38,14 +38,15 @@ _MOST_SIGNATURES = 1 << 16
 class OpNeeds:
     """What ops need, by signature."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
+        self._device_type = device_type
         self._needs: dict[Hashable, Need] = {}
 
     def before(
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Hashable, Need]:
         """The signature of a call and what it will need."""
-        if facts.is_view:
+        if facts.is_view or (self._device_type != "cpu" and not _is_on(self._device_type, args, kwargs)):
             return None, NOTHING
         signature = (func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
         need = self._needs.get(signature)
@@ -63,6 +64,14 @@ class OpNeeds:
             self._needs[signature] = Need(0, most, measured=False, depends_on_data=True)
         elif signature is not None:
             self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True)
+
+
+def _is_on(device_type: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may take memory of a kind of device: a step on a GPU runs ops on the CPU too."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == device_type
+    return any(tensor.device.type == device_type for tensor in tensors_in(args, kwargs))
 
 
 def _signature(items: Sequence[Any]) -> Hashable:

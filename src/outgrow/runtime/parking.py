@@ -111,7 +111,8 @@ class Parking:
         self._kinds = kinds
         self._lendable: set[int] = {serial for serial, kind in kinds.items() if kind in STATE}
         self._on_demand = on_demand
-        self.on = on_demand or (plan is not None and bool(plan.parks))
+        # Elsewhere than on a CPU no plan of ours parks (`planning/parks.py` says why), and others' are not followed.
+        self.on = on_demand or (plan is not None and bool(plan.parks) and self._ledger.device_type == "cpu")
         self.nbytes = 0
         self.failure: Exception | None = None
         self.lends = False

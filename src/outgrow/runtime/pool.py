@@ -381,8 +381,9 @@ class Pool:
                 copy.check()
             return
         entry.slot = copy.slot
-        # The bytes are safe in the next tier, or will be before anybody gets this memory. If a backward op is reading the memory right now, that op holds it, and
-        # the pool finds it again by its record: letting go here never frees memory in use.
+        # The bytes are safe in the next tier, or will be before anybody else gets this memory. If a backward op is
+        # reading it right now, that op holds it, and the pool finds it again by its record: letting go here never
+        # frees memory in use.
         self._let_go(entry)
 
     def wait_out(self, entry: Entry) -> None:

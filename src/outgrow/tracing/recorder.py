@@ -149,7 +149,7 @@ class Recorder:
                 moved_bytes=0 if facts.is_view else moved,
                 workspace_bytes=max(0, rise_bytes - new_bytes),
                 seconds=seconds,
-                repeatable=facts.is_repeatable and (not facts.draws or self._ledger.device_type == "cpu"),
+                repeatable=facts.is_repeatable and (not facts.draws or self._ledger.device_type in ("cpu", "cuda")),
                 channels_last="convolution" in facts.name and any(map(_is_channels_last, inputs)),
             )
         )
@@ -226,6 +226,10 @@ class Recorder:
         value = self._saved[index].value
         self._current[record.serial] = value
         self._values[value].present = True
+
+    def set_times(self, seconds: Sequence[float]) -> None:
+        """The times of all ops so far, in seconds, where they were not known as the ops ran."""
+        self._ops = [replace(op, seconds=taken) for op, taken in zip(self._ops, seconds, strict=True)]
 
     def finish(self, kinds: Mapping[int, Kind], device: str, *, measured: bool) -> Trace:
         """The trace. `kinds` tells what the storages alive now are, by serial number."""

@@ -30,7 +30,10 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """The three streams of one device. All calls but `seconds_between` return at once."""
+    """The three streams of one device. No call waits for the device."""
+
+    def current(self) -> int:
+        """Which stream the program computes on now."""
 
     def record(self, stream: Stream) -> Event:
         """A mark after all that `stream` was asked for so far."""
@@ -58,6 +61,10 @@ class CudaStreams:
             Stream.OUT: torch.cuda.Stream(device),
             Stream.BACK: torch.cuda.Stream(device),
         }
+
+    def current(self) -> int:
+        """See `Streams`."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def record(self, stream: Stream) -> torch.cuda.Event:
         """See `Streams`. The event tells times."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -16,6 +17,19 @@ class DeviceMemory(Protocol):
         Raises:
             RuntimeError, MemoryError: there is none, in the allocator's own words.
         """
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether `count` says more of the memory in use than the storages that are alive do."""
+
+    def count(self, nbytes: int) -> None:
+        """An op is about to add `nbytes`: where they may not fit, set the ledger's live bytes to what is in use."""
+
+    def gate(self, nbytes: int) -> AbstractContextManager[None]:
+        """Inside runs an op that adds `nbytes` and does something else where it is refused some of them."""
+
+    def refusals(self) -> int:
+        """How often the allocator refused memory to anybody since this was asked last, as far as it counts that."""
 
     def make_room(self, nbytes: int) -> None:
         """An op is about to add `nbytes`: see that the allocator finds them within its bounds."""

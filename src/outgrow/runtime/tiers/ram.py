@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from outgrow.runtime.tiers.arena import Arena, find_arena
@@ -29,6 +31,22 @@ class Ram:
     def make_room(self, nbytes: int) -> None:
         """Give free pages back if `nbytes` more would lift the resident set over its limit."""
         self._memory.keep_under(self._limit, self._resident, nbytes)
+
+    @property
+    def is_counted(self) -> bool:
+        """False: live storages, and what ops were seen to hold, are all there is."""
+        return False
+
+    def count(self, nbytes: int) -> None:
+        """Nothing to do."""
+
+    def gate(self, nbytes: int) -> AbstractContextManager[None]:
+        """Nothing to do: what is refused memory on a CPU says so."""
+        return nullcontext()
+
+    def refusals(self) -> int:
+        """0: nobody counts them."""
+        return 0
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory for a value that comes back."""
