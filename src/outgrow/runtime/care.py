@@ -31,6 +31,9 @@ class Need:
 
 # What views and ops that write over their input add.
 NOTHING = Need(0, 0, measured=True)
+# What cuBLAS and cuDNN take at first sight, beside what grows with the operands; their ops are these.
+_LIBRARY_BYTES = 128 << 20
+_OF_LIBRARIES = ("aten.convolution", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._cudnn", "aten.cudnn")
 # A step counter among an op's arguments makes a new signature in every step.
 _MOST_SIGNATURES = 1 << 16
 
@@ -53,7 +56,8 @@ class OpNeeds:
         if need is None:
             if len(self._needs) >= _MOST_SIGNATURES:
                 self._needs.clear()
-            need = self._needs[signature] = _guess(func, facts, args, kwargs)
+            extra = _LIBRARY_BYTES if self._device_type == "cuda" and facts.name.startswith(_OF_LIBRARIES) else 0
+            need = self._needs[signature] = _guess(func, facts, args, kwargs, extra)
         return signature, need
 
     def measured(self, signature: Hashable, rise_bytes: int) -> None:
@@ -93,14 +97,14 @@ def _item_signature(item: Any) -> Hashable:
     return item if item.__hash__ is not None else repr(item)
 
 
-def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Need:
+def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], extra: int) -> Need:
     read = sum(nbytes_of(tensor) for tensor in tensors_in(args, kwargs))
     made = _output_bytes(func, facts, args, kwargs)
     if made is None:
-        return Need(0, read, measured=False, depends_on_data=True)
+        return Need(0, read + extra, measured=False, depends_on_data=True)
     if facts.writes:
         return Need(made, made, measured=False)
-    return Need(made, made + _guess_workspace(facts.name, read, made), measured=False)
+    return Need(made, made + _guess_workspace(facts.name, read, made) + extra, measured=False)
 
 
 def _guess_workspace(name: str, read: int, made: int) -> int:
