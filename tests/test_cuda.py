@@ -20,8 +20,7 @@ import outgrow
 from outgrow.errors import BudgetTooSmall
 from outgrow.networks import find
 from outgrow.planning.policies import Policy
-from steps import RecomputeAll
-from test_random_networks import RandomDecisions
+from steps import RandomDecisions, RecomputeAll
 
 # Before the first product: cuBLAS adds up in the same order each time only with workspaces of its own.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
