@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -73,6 +74,7 @@ class Job:
                 budget=spec.budget,
                 policy=spec.policy,
                 host_budget=spec.host_budget,
+                spill_dir=tempfile.gettempdir(),
                 allow_tmpfs=True,
             )
         self.count = 0

@@ -56,7 +56,6 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Copies that the computation waits for should not queue behind its kernels where both want the same engine.
         self._lanes = {
             Stream.OUT: torch.cuda.Stream(device),
             Stream.BACK: torch.cuda.Stream(device),
@@ -91,6 +90,7 @@ class CudaStreams:
         """See `Streams`."""
         assert isinstance(start, torch.cuda.Event)
         assert isinstance(end, torch.cuda.Event)
+        end.synchronize()  # it is finished, unless the program computed on a stream of its own
         return float(start.elapsed_time(end)) / 1e3
 
     def _of(self, stream: Stream) -> torch.cuda.Stream:
