@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
+from outgrow.runtime.copies.streams import CudaStreams, Stream
 from outgrow.runtime.dice import _default_generator
 from outgrow.runtime.tiers.cuda import CudaMemory
 from outgrow.tracing.ledger import Ledger
@@ -120,3 +122,44 @@ def test_an_op_draws_from_the_generator_of_its_device(monkeypatch: pytest.Monkey
     assert _default_generator((), {"device": torch.device("cuda", 1)}) is own
     assert _default_generator((), {"device": torch.device("meta")}) is None
     assert _default_generator((), {}) is torch.default_generator
+
+
+class Marks:
+    """Stands in for streams and events, on a machine that has none."""
+
+    cuda_stream = 7
+
+    def __init__(self, *_: object, **options: object) -> None:
+        self.waited: list[object] = []
+
+    def record(self, stream: object) -> None:
+        self.waited.append(stream)
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: object) -> float:
+        return 2.0  # milliseconds
+
+
+def test_streams_copy_between_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Marks()
+    monkeypatch.setattr(torch.cuda, "Stream", Marks)
+    monkeypatch.setattr(torch.cuda, "Event", Marks)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: usual)
+    streams = CudaStreams(torch.device("cpu"))
+    device, pinned = torch.arange(100, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
+    streams.to_host(Stream.OUT, pinned.data_ptr() + 50, device.data_ptr() + 1, 99)
+    assert pinned[50:149].tolist() == list(range(1, 100))
+    assert pinned[149:].sum() == pinned[:50].sum() == 0
+    streams.to_device(Stream.BACK, device.data_ptr(), pinned.data_ptr() + 51, 10)
+    assert device[:12].tolist() == [*range(2, 12), 10, 11]
+    event = streams.record(Stream.COMPUTE)
+    streams.wait(Stream.COMPUTE, event)
+    assert usual.waited == [event]
+    assert streams.seconds_between(event, event) == pytest.approx(2e-3)
+    assert streams.current() == 7
