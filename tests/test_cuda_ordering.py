@@ -20,13 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_streams import HOST, FakeDevice, FakeStreams, WatchedSpill, Who
+from outgrow.errors import SpillError
 from outgrow.planning.plan import slot_bytes
 from outgrow.runtime.copies import cuda
 from outgrow.runtime.copies.cuda import CudaCopies, StreamCopy
 from outgrow.runtime.copies.streams import Stream
 from outgrow.runtime.pool import Entry, Pool
 from outgrow.runtime.tiers import host
-from outgrow.runtime.tiers.host import HostTier
+from outgrow.runtime.tiers.disk import Slot
+from outgrow.runtime.tiers.host import DiskPlace, HostTier
 from outgrow.tracing.ledger import Ledger
 
 BUDGET = 96 << 10
@@ -288,3 +290,42 @@ def test_a_pool_that_frees_what_a_copy_still_fills_is_caught(monkeypatch: pytest
 def test_the_programs_wait_in_every_way_that_there_is() -> None:
     seen = set().union(*(run_program(seed).streams.waits for seed in range(60)))
     assert seen == {pair for pair in WAITS.values() if pair[0] is not HOST}
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("what", ["write", "read"])
+def test_a_disk_that_fails_is_an_error_for_whoever_waits_and_frees_no_memory_in_use(
+    what: str, threads: bool, tmp_path: Path
+) -> None:
+    program = Program(tmp_path, 1, threads=threads)
+    program.streams.luck = 0.0
+    value = b"".join(k.to_bytes(2, "little") for k in range(PART))  # two parts
+    storage = program.device.allocate(len(value))
+    ctypes.memmove(storage.data_ptr(), value, len(value))
+    place = DiskPlace(program.spill.reserve(len(value)), PART)
+
+    def fail(slot: Slot, address: int) -> None:
+        if slot.offset > place.offset:  # in the second part
+            raise SpillError(5, "the disk is gone")
+        usual(slot, address)
+
+    if what == "read":
+        out = program.copies.out.submit(place, storage.data_ptr())
+        out.wait()
+        out.check()
+    usual = getattr(program.spill, what)
+    setattr(program.spill, what, fail)
+    lane = program.copies.out if what == "write" else program.copies.back
+    copy = lane.submit(place, storage.data_ptr())
+    copy.wait()
+    assert copy.done
+    with pytest.raises(SpillError, match="the disk is gone"):
+        copy.check()
+    del storage  # nothing reads or writes it any more
+    setattr(program.spill, what, usual)
+    again = program.device.allocate(len(value))
+    assert program.streams.races == []
+    lane.submit(place, again.data_ptr()).wait()
+    del again
+    program.copies.close()
+    assert program.streams.races == []

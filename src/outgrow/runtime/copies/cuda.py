@@ -24,6 +24,7 @@ is ever told of a second stream (`record_stream`), which would put off its reuse
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 
 from outgrow.runtime.copies.copy import Copy
 from outgrow.runtime.copies.cpu import Lane, LaneCopy
@@ -196,7 +197,8 @@ class HopLane(Lane):
             copy.event = self._last
         except Exception as caught:  # handed to whoever waits for the copy
             copy.error = caught.with_traceback(None)
-            self._drain()  # its memory may go now: nothing may read or write that any more
+            with suppress(Exception):  # of a device that is lost: whoever waits must hear of the first error
+                self._drain()  # its memory may go now: nothing may read or write that any more
         copy.finish()
 
 
