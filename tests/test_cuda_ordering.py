@@ -28,7 +28,7 @@ from outgrow.runtime.copies.streams import Stream
 from outgrow.runtime.pool import Entry, Pool
 from outgrow.runtime.tiers import host
 from outgrow.runtime.tiers.disk import Slot
-from outgrow.runtime.tiers.host import DiskPlace, HostTier
+from outgrow.runtime.tiers.host import DiskPlace, HostPlace, HostTier
 from outgrow.tracing.ledger import Ledger
 
 BUDGET = 96 << 10
@@ -329,3 +329,21 @@ def test_a_disk_that_fails_is_an_error_for_whoever_waits_and_frees_no_memory_in_
     del again
     program.copies.close()
     assert program.streams.races == []
+
+
+def test_who_waits_for_a_copy_waits_for_those_before_it(tmp_path: Path) -> None:
+    """They are on one stream: memory of all of them may go, although nobody asked for each."""
+    program = Program(tmp_path, 3)
+    program.streams.luck = 0.0
+    program.pool._budget = 1 << 30
+    for _ in range(3):
+        program.save(None, 1000)
+        program.pool.start_out(program.saved[-1].entry)
+    places = [value.entry.writing.slot for value in program.saved if value.entry.writing is not None]
+    assert all(isinstance(place, HostPlace) for place in places)
+    assert program.ledger.live_bytes == 3000
+    program.pool.wait_out(program.saved[1].entry)
+    assert program.ledger.live_bytes == 1000
+    assert [value.entry.storage is None for value in program.saved] == [True, True, False]
+    assert program.streams.races == []
+    program.pool.close()

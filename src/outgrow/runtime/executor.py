@@ -162,7 +162,6 @@ class Executor:
         if self._is_counted:
             self._memory.count(self._budget)
             self._memory.refusals()
-            self._unseen = self._ledger.unseen_bytes
         if self._clock is not None:
             self._clock.begin()
         self._peak = self._ledger.live_bytes

@@ -61,29 +61,40 @@ class Waits:
         return sum(self._streams.seconds_between(start, end) for start, end in spans)
 
 
+class _Order:
+    """How many copies of a lane are over, or waited for: those before one that is are too, being on one stream."""
+
+    __slots__ = ("asked", "reached")
+
+    def __init__(self) -> None:
+        self.asked = self.reached = 0
+
+
 class StreamCopy(Copy):
     """A copy between the device and pinned memory, on a stream."""
 
-    __slots__ = ("_event", "_is_ordered", "_waits")
+    __slots__ = ("_event", "_number", "_order", "_waits")
 
-    def __init__(self, slot: Place, address: int, event: Event, waits: Waits) -> None:
+    def __init__(self, slot: Place, address: int, event: Event, order: _Order, waits: Waits) -> None:
         super().__init__(slot, address)
+        order.asked += 1
         self._event = event
+        self._number = order.asked
+        self._order = order
         self._waits = waits
-        self._is_ordered = False
 
     @property
     def done(self) -> bool:
         """Whether it is finished, or the compute stream waits for it."""
-        if not self._is_ordered:
-            self._is_ordered = self._event.query()
-        return self._is_ordered
+        if self._number > self._order.reached and self._event.query():
+            self._order.reached = self._number
+        return self._number <= self._order.reached
 
     def wait(self) -> None:
         """Have the compute stream wait for it. The host goes on."""
         if not self.done:
             self._waits.wait_for(self._event)
-            self._is_ordered = True
+            self._order.reached = self._number
 
 
 class HopCopy(LaneCopy):
@@ -233,6 +244,7 @@ class OutLane:
         self._readers = readers
         self._waits = waits
         self._speed = _Speed(streams)
+        self._order = _Order()
 
     def submit(self, slot: Place, address: int) -> Copy:
         """Ask for a copy of what the compute stream has written to memory at `address` by now."""
@@ -251,7 +263,7 @@ class OutLane:
             streams.to_host(Stream.OUT, host, address + first, nbytes)
         end = streams.record(Stream.OUT)
         self._speed.add(start, end, slot.nbytes)
-        return StreamCopy(slot, address, end, self._waits)
+        return StreamCopy(slot, address, end, self._order, self._waits)
 
     def bandwidth(self) -> float | None:
         """Bytes per second to pinned memory; None before there were any worth measuring."""
@@ -271,6 +283,7 @@ class BackLane:
         self._readers = readers
         self._waits = waits
         self._speed = _Speed(streams)
+        self._order = _Order()
 
     def submit(self, slot: Place, address: int) -> Copy:
         """Ask for a copy to memory at `address`, which was allocated on the compute stream by now."""
@@ -288,7 +301,7 @@ class BackLane:
         end = streams.record(Stream.BACK)
         self._readers.add(slot, end)
         self._speed.add(start, end, slot.nbytes)
-        return StreamCopy(slot, address, end, self._waits)
+        return StreamCopy(slot, address, end, self._order, self._waits)
 
     def bandwidth(self) -> float | None:
         """Bytes per second from pinned memory; None before there were any worth measuring."""
