@@ -45,6 +45,9 @@ _SAVED_OPS = frozenset(
         _ATEN.baddbmm.default,
         _ATEN.convolution.default,
         _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
     }
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 
 import outgrow
 from outgrow.planning.parks import gaps, park, parks_for
-from outgrow.planning.plan import Plan, Replay, make_plan
+from outgrow.planning.plan import Offload, Plan, Recompute, Replay, make_plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.prefetch import dropped_early, may_be_dropped, with_prefetch
 from outgrow.planning.problem import Problem
+from outgrow.planning.reuse import reusable_ops
 from outgrow.tracing.liveness import plain_profile
 
 
@@ -182,3 +184,40 @@ class ParkToFit:
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True)
+class RandomDecisions:
+    """Keeps, offloads or drops each value, and reuses memory, at random; copies, waits and drops at random ticks.
+
+    What is made anew for another's sake stays or goes, at random too.
+    """
+
+    seed: int
+    name: str = "random"
+
+    def plan(self, problem: Problem) -> Plan:
+        draw = random.Random(self.seed)
+        offloads = [
+            Offload(
+                value=item.value,
+                out_tick=draw.randint(item.first_pack, item.first_unpack - 1),
+                release_tick=draw.choice([-1, draw.randint(item.first_pack, item.first_unpack)]),
+                in_tick=draw.choice([-1, draw.randint(item.first_pack, item.first_unpack)]),
+                offset=0,
+            )
+            for item in problem.candidates
+            if draw.random() < 0.4
+        ]
+        gone = {item.value for item in offloads}
+        recomputes = [
+            Recompute(
+                item.value,
+                draw.randint(item.first_pack, item.first_unpack - 1),
+                draw.choice([Replay.SPEED, Replay.MEMORY]),
+            )
+            for item in problem.candidates
+            if item.value not in gone and problem.recipes.find(item.value) is not None and draw.random() < 0.7
+        ]
+        reuses = tuple(op for op in reusable_ops(problem) if draw.random() < 0.7)
+        return make_plan(self.name, problem, tuple(offloads), tuple(recomputes), reuses=reuses)

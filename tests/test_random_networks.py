@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,10 +14,9 @@ from torch.nn import functional as F
 import outgrow
 import outgrow.session
 from outgrow.planning.floor import needed_curve
-from outgrow.planning.plan import Offload, Plan, Recompute, Replay, make_plan
 from outgrow.planning.problem import Problem
-from outgrow.planning.reuse import reusable_ops
 from outgrow.tracing.liveness import plain_profile
+from steps import RandomDecisions
 
 pytestmark = pytest.mark.usefixtures("one_thread", "known_machine")
 
@@ -133,43 +130,6 @@ def build(description: tuple) -> nn.Module:
             "elu": nn.ELU(),
         }[rest[0]]
     return Lambda(rest[0])
-
-
-@dataclass(frozen=True)
-class RandomDecisions:
-    """Keeps, offloads or drops each value, and reuses memory, at random; copies, waits and drops at random ticks.
-
-    What is made anew for another's sake stays or goes, at random too.
-    """
-
-    seed: int
-    name: str = "random"
-
-    def plan(self, problem: Problem) -> Plan:
-        draw = random.Random(self.seed)
-        offloads = [
-            Offload(
-                value=item.value,
-                out_tick=draw.randint(item.first_pack, item.first_unpack - 1),
-                release_tick=draw.choice([-1, draw.randint(item.first_pack, item.first_unpack)]),
-                in_tick=draw.choice([-1, draw.randint(item.first_pack, item.first_unpack)]),
-                offset=0,
-            )
-            for item in problem.candidates
-            if draw.random() < 0.4
-        ]
-        gone = {item.value for item in offloads}
-        recomputes = [
-            Recompute(
-                item.value,
-                draw.randint(item.first_pack, item.first_unpack - 1),
-                draw.choice([Replay.SPEED, Replay.MEMORY]),
-            )
-            for item in problem.candidates
-            if item.value not in gone and problem.recipes.find(item.value) is not None and draw.random() < 0.7
-        ]
-        reuses = tuple(op for op in reusable_ops(problem) if draw.random() < 0.7)
-        return make_plan(self.name, problem, tuple(offloads), tuple(recomputes), reuses=reuses)
 
 
 @pytest.fixture(scope="module")

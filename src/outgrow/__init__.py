@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outgrow.cost.profiles import find_hardware as find_hardware
     from outgrow.errors import BudgetTooSmall as BudgetTooSmall
     from outgrow.errors import DeviceOutOfMemory as DeviceOutOfMemory
+    from outgrow.errors import HostBudgetTooSmall as HostBudgetTooSmall
     from outgrow.errors import InvalidBudget as InvalidBudget
     from outgrow.errors import OutgrowError as OutgrowError
     from outgrow.errors import SessionError as SessionError
@@ -42,6 +43,7 @@ _HOMES = {
     "BudgetTooSmall": "errors",
     "DeviceOutOfMemory": "errors",
     "Hardware": "cost.hardware",
+    "HostBudgetTooSmall": "errors",
     "InvalidBudget": "errors",
     "OutgrowError": "errors",
     "Plan": "planning.plan",

@@ -60,6 +60,30 @@ def _rebuild_budget_too_small(
     return BudgetTooSmall(budget_bytes, least_bytes, holders, where, exact=exact)
 
 
+class HostBudgetTooSmall(OutgrowError):
+    """The budget of pinned host memory does not even hold the buffers on the way to the disk.
+
+    Attributes:
+        budget_bytes: the host budget that was asked for, in bytes.
+        least_bytes: the least that can work, in bytes.
+        reason: what the system said when it gave no memory; empty where nobody asked it.
+    """
+
+    def __init__(self, budget_bytes: int, least_bytes: int, reason: str = "") -> None:
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
+        self.reason = reason
+        said = f" The system gave no pinned memory: {reason.splitlines()[0]}." if reason else ""
+        super().__init__(
+            f"the host budget of {format_bytes(budget_bytes)} is too small: what leaves the device passes through"
+            f" pinned buffers, which take {format_bytes(least_bytes)} at least.{said} Raise host_budget, or leave it"
+            " out for half of the RAM that is free."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return HostBudgetTooSmall, (self.budget_bytes, self.least_bytes, self.reason)
+
+
 class DeviceOutOfMemory(OutgrowError, MemoryError):
     """The device refused memory although everything that could leave it had left."""
 

@@ -9,6 +9,7 @@ from outgrow.cost.hardware import Hardware
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.problem import Problem
+from outgrow.planning.releases import with_releases
 from outgrow.runtime.executor import StepOutcome
 from outgrow.runtime.recompute import Verdicts
 from outgrow.tracing.ir import Phase, Trace
@@ -87,6 +88,10 @@ class Planner:
         An allocator finds free blocks of the right size the more often the less full it is; where it does not, pages
         are given back and taken anew, which costs more than the copies of a few more values.
         """
+        plan = self._best(problem)
+        return plan if problem.on_cpu else with_releases(plan)
+
+    def _best(self, problem: Problem) -> Plan:
         plan = self._policy.plan(problem).laid_out()
         if keeps_everything(plan):
             return plan

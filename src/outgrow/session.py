@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from outgrow.cost.hardware import Hardware
-from outgrow.cost.measure import this_machine
+from outgrow.cost.measure import this_gpu, this_machine
 from outgrow.errors import BudgetTooSmall, DeviceOutOfMemory, SessionError, SpillError, UnsupportedDevice
 from outgrow.learning import Planner, StepKind, keeps_everything
 from outgrow.planning.floor import least_budget
@@ -25,12 +25,11 @@ from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
 from outgrow.planning.simulate import Prediction
-from outgrow.runtime.copies.cpu import CpuCopies
+from outgrow.runtime.backend import open_backend
 from outgrow.runtime.executor import Executor, StepOutcome
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.tiers.disk import SpillFile
-from outgrow.runtime.tiers.ram import Ram
 from outgrow.summary import Summary
 from outgrow.tracing.capture import as_sequence, storage_kinds, training_state
 from outgrow.tracing.ir import Kind, Trace
@@ -45,6 +44,11 @@ _RECORDINGS_AFTER_DEPARTURE = 8
 _LEAST_BASE_BYTES = 4096
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
 _MOST_KINDS = 32
+# Pinned memory that a session on a GPU takes at most, as a share of the RAM that is free, if nobody says.
+_HOST_SHARE = 0.5
+# What an allocator that is counted may have given out more than in the step before, as a share of the budget: blocks
+# are rounded up, and which ones were free is not the same twice.
+_JITTER_SHARE = 64
 
 
 class Session:
@@ -70,6 +74,7 @@ class Session:
         *,
         budget: int | str,
         policy: str | Policy = "auto",
+        host_budget: int | str | None = None,
         spill_dir: str | Path | None = None,
         allow_tmpfs: bool = False,
         least_moved_bytes: int = LEAST_MOVED_BYTES,
@@ -79,8 +84,12 @@ class Session:
         Args:
             model: what is trained; several modules as a sequence.
             optimizer: its optimizer or optimizers; may be left out.
-            budget: the most that live bytes may reach: bytes, or "8GiB", "800MB", "60%" (of the machine's RAM).
+            budget: the most that live bytes may reach: bytes, or "8GiB", "800MB", "60%" (of the device's memory,
+                which is the machine's RAM where the model is on the CPU).
             policy: how plans are made: one of the names in `outgrow.policies()`, or a `Policy` of your own.
+            host_budget: of a model on a GPU, the most pinned host memory that what leaves it may take, in the same
+                terms ("60%" is of the machine's RAM); default: half of the RAM that is free. What has no room there
+                goes to the disk.
             spill_dir: a folder on a disk for what is offloaded; default: the system's folder for temporary files.
             allow_tmpfs: take a spill folder that is in RAM all the same.
             least_moved_bytes: smaller values stay where they are, in bytes.
@@ -88,10 +97,11 @@ class Session:
         Raises:
             InvalidBudget: the budget cannot be read.
             BudgetTooSmall: it does not even hold the training state.
+            HostBudgetTooSmall: the host budget does not even hold the buffers on the way to the disk.
             UnknownPolicy: there is no such policy.
             SpillError: the spill folder cannot be used.
-            SessionError: another session is open over this model.
-            UnsupportedDevice: the model is not on the CPU.
+            SessionError: another session is open over this model, or there is a host budget for a model on the CPU.
+            UnsupportedDevice: the model is neither on the CPU nor on one CUDA device.
         """
         self._closed = True  # until everything below has worked
         self._models = as_sequence(model)
@@ -100,23 +110,28 @@ class Session:
         self._device = _device_of(self._models)
         if least_moved_bytes < 1:
             raise SessionError(f"least_moved_bytes is {least_moved_bytes}: it must be 1 or more")
-        self.budget_bytes = parse_bytes(budget, total_bytes=psutil.virtual_memory().total)
+        host_bytes = _host_bytes(self._device, host_budget)
+        self.budget_bytes = parse_bytes(budget, total_bytes=_memory_of(self._device))
         self._policy = find(policy) if isinstance(policy, str) else policy
         self._planner = Planner(self._policy)
         self._refuse_second_session()
-        self._ledger = Ledger(self._device.type)
+        self._ledger = Ledger(self._device.type, self._device.index)
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
         self._refuse_hopeless_budget(kinds)
         self._least_moved = least_moved_bytes
         self._spill = SpillFile(spill_dir, allow_tmpfs=allow_tmpfs)
-        self._copies = CpuCopies(self._spill)
-        self._ram = Ram(psutil.Process().memory_info().rss - self._ledger.live_bytes, self.budget_bytes)
+        try:
+            backend = open_backend(self._device, self._ledger, self.budget_bytes, host_bytes, self._spill)
+        except BaseException:
+            self._spill.close()
+            raise
+        self._copies, self._memory = backend.copies, backend.memory
         self._pool = Pool(
             self._ledger,
             self.budget_bytes,
-            self._spill,
+            backend.places,
             self._copies,
-            self._ram,
+            self._memory,
             self._arrived,
             self._rebuild,
             least_moved_bytes,
@@ -125,11 +140,12 @@ class Session:
             self._ledger,
             self._pool,
             self._copies,
-            self._ram,
+            self._memory,
             self.budget_bytes,
             least_moved_bytes,
             self._too_small,
             self._gradients,
+            backend.clock,
         )
         self._hardware: Hardware | None = None
         self._kinds: list[StepKind] = []
@@ -191,7 +207,7 @@ class Session:
         try:
             self._pool.close()
         finally:
-            self._ram.close()
+            self._memory.close()
             self._ledger.close()
 
     def __enter__(self) -> Session:
@@ -297,9 +313,13 @@ class Session:
         trace = with_lasting_state(trace)
         # What else was made in this step and stays is there from now on.
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1))
+        jitter = 0
+        if self._memory.is_counted:  # blocks in use are larger than what lies in them, most so where most are
+            base += max(0, outcome.unseen_bytes - self._ledger.unseen_bytes)
+            jitter = self.budget_bytes // _JITTER_SHARE
         # A program that keeps something of each step until the next one has as much there all the time.
         usual = _LEAST_BASE_BYTES if known is None else max(_LEAST_BASE_BYTES, known.plan.problem.base_bytes)
-        steady = known is not None and base <= usual and not outcome.blind
+        steady = known is not None and base <= usual + jitter and not outcome.blind
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
         plan = self._planner.plan(problem)
         if steady or not plan.evicts:
@@ -317,9 +337,10 @@ class Session:
         return next((kind for kind in self._kinds if kind.packs == packs), None)
 
     def _measured_hardware(self) -> Hardware:
-        """This machine, with the disk's speeds as its copies were measured so far."""
+        """This machine, with the speeds of copies as those of the session were measured so far."""
         if self._hardware is None:
-            self._hardware = this_machine()
+            spare = max(0, self.budget_bytes - self._ledger.live_bytes)
+            self._hardware = this_machine() if self._device.type == "cpu" else this_gpu(self._device, spare)
         out, back, usual = self._copies.out, self._copies.back, self._hardware
         cost = out.cost_per_byte() or usual.copy_cost_seconds_per_byte
         return replace(
@@ -448,7 +469,28 @@ def _device_of(models: Sequence[torch.nn.Module]) -> torch.device:
     devices = {parameter.device for model in models for parameter in model.parameters()}
     if not devices:
         raise SessionError("the model has no parameters: there is nothing to train")
-    if devices != {torch.device("cpu")}:
+    device = next(iter(devices))
+    if len(devices) > 1 or device.type not in ("cpu", "cuda"):
         names = ", ".join(sorted(str(device) for device in devices))
-        raise UnsupportedDevice(f"the model is on {names}: this version trains on the CPU only")
-    return torch.device("cpu")
+        raise UnsupportedDevice(f"the model is on {names}: this version trains on the CPU or on one CUDA device")
+    return device
+
+
+def _memory_of(device: torch.device) -> int:
+    """What the device has in all, in bytes."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().total)
+    return int(torch.cuda.mem_get_info(device)[1])
+
+
+def _host_bytes(device: torch.device, wanted: int | str | None) -> int | None:
+    """The budget of pinned memory; None on a CPU, whose memory that would be."""
+    if device.type == "cpu":
+        if wanted is not None:
+            raise SessionError(
+                "host_budget is for models on a GPU: this one is on the CPU, where RAM is the device that `budget` is"
+                " for, and what leaves it goes to the disk. Leave host_budget out"
+            )
+        return None
+    memory = psutil.virtual_memory()
+    return int(memory.available * _HOST_SHARE) if wanted is None else parse_bytes(wanted, total_bytes=memory.total)

@@ -48,8 +48,12 @@ class Gap:
 def may_park(problem: Problem, value: int) -> bool:
     """Whether a value may be parked at all: an op of this very step made its storage, or it is training state.
 
-    What else came from outside of the step may share its memory with numpy arrays, other processes or a file.
+    What else came from outside of the step may share its memory with numpy arrays, other processes or a file. Parks
+    are for CPUs: an autograd thread of CUDA's runs the backward pass, where nobody has shown yet that Python's own
+    access to tensors is seen, and elsewhere a value is read unseen by whoever has its address.
     """
+    if not problem.on_cpu:
+        return False
     record = problem.trace.values[value]
     if record.nbytes < problem.least_moved_bytes:
         return False

@@ -98,6 +98,11 @@ class Problem:
                 found.append(Candidate(index, value.nbytes, before[0], before[-1], back, value.held))
         return tuple(found)
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the step runs on a CPU, where ops are over when they return, on the thread that asked for them."""
+        return self.trace.device.startswith("cpu")
+
     @cached_property
     def own_storages(self) -> frozenset[int]:
         """Storages that an op of PyTorch's own made in this step, and that never become training state."""

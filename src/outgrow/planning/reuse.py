@@ -60,9 +60,12 @@ def reusable_ops(problem: Problem) -> tuple[int, ...]:
     """The ops whose result may take the place of their first input, by number.
 
     The input is a value that only the backward pass holds, read by this op alone and gone right after it; result
-    and input are as large as each other.
+    and input are as large as each other. Who else holds a gradient is counted as autograd does it on a CPU: there are
+    none elsewhere.
     """
     trace = problem.trace
+    if not problem.on_cpu:
+        return ()
     saved = {item.value for item in trace.saved}
     readers: dict[int, int] = {}
     for op in trace.ops:

@@ -77,6 +77,16 @@ def simulate(plan: Plan) -> Prediction:
     )
 
 
+def landings(plan: Plan) -> dict[int, int]:
+    """For each value that leaves, the first tick at which its copy out is predicted to be done.
+
+    That is the number of ticks where it is done after all of them.
+    """
+    walk = _Walk(plan)
+    walk.run()
+    return walk.landed_at
+
+
 @dataclass(slots=True)
 class _Entry:
     """A value that may be away: a saved one as the pool sees it, or one that the plan parks.
@@ -110,6 +120,8 @@ class _Walk:
         self.waits: list[Wait] = []
         self.offloaded_bytes = self.evicted_bytes = self.recomputed_bytes = 0
         self._evicts = plan.evicts
+        self.landed_at: dict[int, int] = {}  # by value, the tick at which its copy out was first seen to be done
+        self._next_tick = 0
         self._burst_peak = 0  # the highest level of recompute bursts since the last op
         self._budget = problem.budget_bytes
         self._live = problem.base_bytes
@@ -150,6 +162,7 @@ class _Walk:
             while cursor < len(ticks) and ticks[cursor].op <= now:
                 self._tick(cursor)
                 cursor += 1
+            self._next_tick = cursor
             self._end(self._late_ends.get(now, ()))
             born = self._births[now]
             self._land()
@@ -199,6 +212,7 @@ class _Walk:
         self._live -= entry.nbytes
 
     def _tick(self, number: int) -> None:
+        self._next_tick = number
         tick = self.problem.trace.ticks[number]
         value = self.problem.trace.saved[tick.saved].value
         if tick.event is Event.PACK:
@@ -318,6 +332,7 @@ class _Walk:
         """Memory of values whose copy out is finished goes."""
         while self._leaving and self._leaving[0][0] <= self.time:
             _, value = self._leaving.popleft()
+            self.landed_at.setdefault(value, self._next_tick)
             entry = self._entries[value]
             goes, entry.copied = entry.parking, entry.offloading
             entry.leaving = entry.parking = entry.offloading = False

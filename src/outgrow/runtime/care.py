@@ -31,6 +31,9 @@ class Need:
 
 # What views and ops that write over their input add.
 NOTHING = Need(0, 0, measured=True)
+# What cuBLAS and cuDNN take at first sight, beside what grows with the operands; their ops are these.
+_LIBRARY_BYTES = 128 << 20
+_OF_LIBRARIES = ("aten.convolution", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._cudnn", "aten.cudnn")
 # A step counter among an op's arguments makes a new signature in every step.
 _MOST_SIGNATURES = 1 << 16
 
@@ -38,21 +41,23 @@ _MOST_SIGNATURES = 1 << 16
 class OpNeeds:
     """What ops need, by signature."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
+        self._device_type = device_type
         self._needs: dict[Hashable, Need] = {}
 
     def before(
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Hashable, Need]:
         """The signature of a call and what it will need."""
-        if facts.is_view:
+        if facts.is_view or (self._device_type != "cpu" and not _is_on(self._device_type, args, kwargs)):
             return None, NOTHING
         signature = (func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
         need = self._needs.get(signature)
         if need is None:
             if len(self._needs) >= _MOST_SIGNATURES:
                 self._needs.clear()
-            need = self._needs[signature] = _guess(func, facts, args, kwargs)
+            extra = _LIBRARY_BYTES if self._device_type == "cuda" and facts.name.startswith(_OF_LIBRARIES) else 0
+            need = self._needs[signature] = _guess(func, facts, args, kwargs, extra)
         return signature, need
 
     def measured(self, signature: Hashable, rise_bytes: int) -> None:
@@ -63,6 +68,14 @@ class OpNeeds:
             self._needs[signature] = Need(0, most, measured=False, depends_on_data=True)
         elif signature is not None:
             self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True)
+
+
+def _is_on(device_type: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may take memory of a kind of device: a step on a GPU runs ops on the CPU too."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == device_type
+    return any(tensor.device.type == device_type for tensor in tensors_in(args, kwargs))
 
 
 def _signature(items: Sequence[Any]) -> Hashable:
@@ -84,14 +97,14 @@ def _item_signature(item: Any) -> Hashable:
     return item if item.__hash__ is not None else repr(item)
 
 
-def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Need:
+def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], extra: int) -> Need:
     read = sum(nbytes_of(tensor) for tensor in tensors_in(args, kwargs))
     made = _output_bytes(func, facts, args, kwargs)
     if made is None:
-        return Need(0, read, measured=False, depends_on_data=True)
+        return Need(0, read + extra, measured=False, depends_on_data=True)
     if facts.writes:
         return Need(made, made, measured=False)
-    return Need(made, made + _guess_workspace(facts.name, read, made), measured=False)
+    return Need(made, made + _guess_workspace(facts.name, read, made) + extra, measured=False)
 
 
 def _guess_workspace(name: str, read: int, made: int) -> int:

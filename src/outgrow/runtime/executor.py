@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.care import NOTHING, Need, OpNeeds
-from outgrow.runtime.copies.cpu import CpuCopies
+from outgrow.runtime.clock import DeviceClock, Span
+from outgrow.runtime.copies.copy import Copies
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.handles import Handle, node_that_unpacks
@@ -33,7 +34,7 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Recomputer, Verdicts
 from outgrow.runtime.reuse import Reuser
-from outgrow.runtime.tiers.ram import Ram
+from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
@@ -46,6 +47,8 @@ _STACK_BYTES = 9 << 20
 _LARGE_RISE_BYTES = 256 << 10
 # Where ops are not watched, the resident set is looked at every so many saved tensors.
 _PACKS_PER_LOOK = 8
+# Libraries that try another algorithm, with other bits, where the first finds no workspace.
+_FALLS_BACK = ("convolution", "cudnn", "miopen", "rnn", "lstm", "gru")
 
 
 # Runs an op; gives its result and how far it lifted live bytes, if that was measured.
@@ -60,6 +63,7 @@ class StepOutcome:
     the dispatch mode was on, so that `peak_bytes` was measured; `blind` that a profiler of the user's hid what some
     ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside the true values,
     which takes time and memory that later steps will not take. `failure` is why a parked value could not come back.
+    `unseen_bytes` is the most that an allocator had given out beyond what the ledger sees.
     """
 
     peak_bytes: int
@@ -78,6 +82,7 @@ class StepOutcome:
     proved: bool
     packs: tuple[int, ...]
     failure: Exception | None = None
+    unseen_bytes: int = 0
 
 
 class Executor:
@@ -87,29 +92,35 @@ class Executor:
         self,
         ledger: Ledger,
         pool: Pool,
-        copies: CpuCopies,
-        ram: Ram,
+        copies: Copies,
+        memory: DeviceMemory,
         budget_bytes: int,
         least_moved_bytes: int,
         too_small: Callable[[int, str], Exception],
         gradients: Callable[[], Iterable[torch.Tensor]],
+        clock: DeviceClock | None = None,
     ) -> None:
         """`too_small` makes the error for an op at which so many bytes are needed at least.
 
-        `gradients` are those that the parameters have now.
+        `gradients` are those that the parameters have now. `clock` is the device's, where that runs beside the host;
+        on a CPU what was asked for is over when the call returns, and the host's clock is right.
         """
         self._ledger = ledger
+        self._clock = clock
+        # The backward pass of a GPU runs on a thread of autograd's own, while the one that asked for it waits.
+        self._changes_threads = ledger.device_type != "cpu"
+        self._is_counted = memory.is_counted
         self._pool = pool
-        self._ram = ram
+        self._memory = memory
         self._budget = budget_bytes
         self._too_small = too_small
-        self._needs = OpNeeds()
+        self._needs = OpNeeds(ledger.device_type)
         self._table = OpTable()
-        self._nothing = torch.empty(0)
+        self._nothing = torch.empty(0, device=ledger.device)
         self._kinds: Mapping[int, Kind] = {}
-        self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again)
+        self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again, clock)
         self._reuser = Reuser(ledger, pool)
-        self._parking = Parking(ledger, pool, copies, ram, self._make_room, self._run_inside, gradients)
+        self._parking = Parking(ledger, pool, copies, memory, self._make_room, self._run_inside, gradients)
         pool.parked = self._parking
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         self._recorder: Recorder | None = None
@@ -141,13 +152,18 @@ class Executor:
         self._recorder = recorder
         # A recorded step runs the plain ops: it does not fit by itself where its plan counts on others. And every op
         # of it is seen, views too.
-        counts_on_more = plan is None or bool(plan.parks or plan.reuses)
+        counts_on_more = not self._changes_threads and (plan is None or bool(plan.parks or plan.reuses))
         self._reset(plan, verdicts, on_demand=watch and recorder is not None and counts_on_more)
         self._epoch += 1
         self._watched = watch
         self._modes = _len_torch_dispatch_stack()
         self._pool.reset_counters()
         self._ledger.on_death = recorder.died if recorder is not None else None
+        if self._is_counted:
+            self._memory.count(self._budget)
+            self._memory.refusals()
+        if self._clock is not None:
+            self._clock.begin()
         self._peak = self._ledger.live_bytes
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
@@ -162,6 +178,8 @@ class Executor:
     def end(self) -> StepOutcome:
         """Take hooks and mode off and say what was measured."""
         assert self._stack is not None
+        if self._changes_threads:
+            self._come_here()
         try:
             with torch._C.DisableTorchFunction():
                 self._parking.end()
@@ -171,24 +189,34 @@ class Executor:
             raise
         self._peak = max(self._peak, self._ledger.live_bytes)
         seconds = time.perf_counter() - self._started
+        stall_seconds = self._pool.stall_seconds
+        recompute_seconds = self._recomputer.seconds + self._parking.remake_seconds
+        if self._clock is not None:
+            seconds, stall_seconds = self._clock.end(), self._clock.stall_seconds()
+            recompute_seconds = sum(self._clock.seconds(self._recomputer.spans))
+            if self._recorder is not None:
+                self._recorder.set_times(self._clock.seconds(self._op_spans))
+        # Those that nobody raised went to a library, which did something else then.
+        unsaid = max(0, self._memory.refusals() - self._pool.faults) if self._is_counted else 0
         self._close_stack()
         outcome = StepOutcome(
             peak_bytes=self._peak,
             seconds=seconds,
-            stall_seconds=self._pool.stall_seconds,
-            recompute_seconds=self._recomputer.seconds + self._parking.remake_seconds,
+            stall_seconds=stall_seconds,
+            recompute_seconds=recompute_seconds,
             planned_bytes=self._pool.planned_bytes + self._parking.nbytes,
             evicted_bytes=self._pool.evicted_bytes,
             recomputed_bytes=self._recomputer.nbytes + self._parking.remade_nbytes,
             saved_bytes=self._saved_bytes,
-            oom_retries=self._pool.faults,
-            fault_level=self._pool.fault_level,
+            oom_retries=self._pool.faults + unsaid,
+            fault_level=self._pool.fault_level or (self._peak if unsaid else 0),
             watched=self._watched,
             blind=self._blind,
             followed=self._plan is not None and self._tick == len(self._plan.problem.trace.ticks),
             proved=self._recomputer.proofs + self._parking.proofs > 0,
             packs=tuple(self._packs),
             failure=self._parking.failure,
+            unseen_bytes=self._unseen,
         )
         self._reset(None)
         return outcome
@@ -211,6 +239,8 @@ class Executor:
         self._peak = 0
         self._watched = False
         self._where = ""
+        self._unseen = 0
+        self._op_spans: list[Span | None] = []
         self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
         self._plan = plan
         self._entry_of: dict[int, Entry] = {}
@@ -224,8 +254,19 @@ class Executor:
 
     # --- the clock ---
 
+    def _come_here(self) -> None:
+        """The training goes on on the calling thread, which has to see what was freed on the other one."""
+        here = threading.get_ident()
+        if here != self._thread:
+            self._thread = here
+            self._ledger.work_here()
+        while self._released_elsewhere:
+            self.released(self._released_elsewhere.popleft())
+
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Autograd saves a tensor."""
+        if self._changes_threads:
+            self._come_here()
         while self._released_elsewhere:
             self.released(self._released_elsewhere.popleft())
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
@@ -236,7 +277,8 @@ class Executor:
             if recorder is not None:
                 handle.recorded = recorder.packed(record, handle.nbytes)
             entry: Entry | None = None
-            if record is None or record.serial in self._kinds or (tensor.is_leaf and tensor.requires_grad):
+            strays = self._clock is not None and self._clock.strays()
+            if strays or record is None or record.serial in self._kinds or (tensor.is_leaf and tensor.requires_grad):
                 if record is not None:
                     record.aliases += 1
                     handle.record = record
@@ -249,7 +291,7 @@ class Executor:
                 self._recomputer.packed(record, entry)
             self._packs.append(handle.nbytes)
             if not self._watched and handle.number % _PACKS_PER_LOOK == 0:
-                self._ram.make_room(0)
+                self._memory.make_room(0)
             self._advance(Event.PACK, handle, entry)
         return handle
 
@@ -259,6 +301,8 @@ class Executor:
             return self._unpack(handle)
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
+        if self._changes_threads:
+            self._come_here()
         handle.check_version()
         this_step = handle.epoch == self._epoch
         if self._recorder is not None and this_step:
@@ -400,13 +444,16 @@ class Executor:
         """Make room for an op in the budget and in the resident set."""
         if self._parking.busy:
             self._parking.land()
+        if self._is_counted:
+            self._memory.count(need.likely_bytes if self._recorder is None else self._budget)
+            self._unseen = max(self._unseen, self._ledger.unseen_bytes)
         if self._ledger.live_bytes + need.likely_bytes > self._budget:
             self._where = facts.name
             self._make_room(need.likely_bytes, need.certain_bytes)
         else:
             self._pool.land()
         if need.likely_bytes >= _LARGE_RISE_BYTES:
-            self._ram.make_room(need.likely_bytes)
+            self._memory.make_room(need.likely_bytes)
 
     # --- leaving the plan ---
 
@@ -429,6 +476,8 @@ class Executor:
 
     def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op inside the pool's care."""
+        if self._changes_threads:
+            self._come_here()
         recorder = self._recorder
         if recorder is not None:
             # The program's own time since the last op; what our copies and recipes took is no cost of the step.
@@ -471,6 +520,8 @@ class Executor:
                     self._parking.before_write(record)
                 self._pool.written(record)
         before = self._ledger.live_bytes
+        clock = self._clock if recorder is not None and not facts.is_view else None
+        began = None if clock is None else clock.mark()
         if recorder is not None:
             started = time.perf_counter()
         if reuses:
@@ -480,6 +531,8 @@ class Executor:
             rise = self._rise_of(signature, need, measured)
         if recorder is not None:
             seconds = time.perf_counter() - started
+            if self._clock is not None:  # else the device is done with it
+                self._op_spans.append(None if clock is None or began is None else (began, clock.mark()))
         if is_free and not reuses:
             self._reuser.prove(signature, func, args, kwargs, result)
         outputs = outputs_of(result)
@@ -534,7 +587,9 @@ class Executor:
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], need: Need
     ) -> tuple[Any, int | None]:
         """Call the op; where memory runs out, evict and call again (a page fault)."""
-        call: _RunOp = _run_here if need.measured else measured_call
+        call: _RunOp = _run_here if need.measured else self._measured_call
+        if self._is_counted and (not need.measured or any(name in facts.name for name in _FALLS_BACK)):
+            call = partial(self._call_in_gate, need.likely_bytes, call)
         # What it drew before memory ran out it must draw again.
         dice = Dice.before(args, kwargs) if facts.draws else None
         while True:
@@ -551,6 +606,16 @@ class Executor:
                     self._pool.page_fault(error, need.likely_bytes, facts.name)
             if dice is not None:
                 dice.put_back()
+
+    def _measured_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
+        return measured_call(func, args, kwargs, self._ledger.device_type)
+
+    def _call_in_gate(
+        self, nbytes: int, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, int | None]:
+        """Call an op that a library may run in another way where it gets no workspace: it gets one."""
+        with self._memory.gate(nbytes):
+            return call(func, args, kwargs)
 
     def _make_room(self, likely: int, certain: int | None = None) -> None:
         certain = likely if certain is None else certain

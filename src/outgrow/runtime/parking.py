@@ -23,12 +23,12 @@ from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.planning.parks import may_park
 from outgrow.planning.plan import Plan
 from outgrow.planning.problem import STATE, Problem
-from outgrow.runtime.copies.cpu import Copy, CpuCopies
+from outgrow.runtime.copies.copy import Copies, Copy
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.remake import Remake, RunOp, can_remake, digest
-from outgrow.runtime.tiers.disk import Slot
-from outgrow.runtime.tiers.ram import Ram
+from outgrow.runtime.tiers.memory import DeviceMemory
+from outgrow.runtime.tiers.place import Place
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, tensors_within
@@ -48,7 +48,7 @@ class _Parked:
 
     record: StorageRecord
     nbytes: int
-    slot: Slot
+    slot: Place
     lent: bool
     held: torch.UntypedStorage | None = None
     writing: Copy | None = None
@@ -74,8 +74,8 @@ class Parking:
         self,
         ledger: Ledger,
         pool: Pool,
-        copies: CpuCopies,
-        ram: Ram,
+        copies: Copies,
+        memory: DeviceMemory,
         make_room: Callable[[int], None],
         run: RunOp,
         gradients: Callable[[], Iterable[torch.Tensor]],
@@ -87,7 +87,7 @@ class Parking:
         self._ledger = ledger
         self._pool = pool
         self._copies = copies
-        self._ram = ram
+        self._memory = memory
         self._make_room = make_room
         self._run = run
         self._gradients_now = gradients
@@ -111,7 +111,8 @@ class Parking:
         self._kinds = kinds
         self._lendable: set[int] = {serial for serial, kind in kinds.items() if kind in STATE}
         self._on_demand = on_demand
-        self.on = on_demand or (plan is not None and bool(plan.parks))
+        # Elsewhere than on a CPU no plan of ours parks (`planning/parks.py` says why), and others' are not followed.
+        self.on = on_demand or (plan is not None and bool(plan.parks) and self._ledger.device_type == "cpu")
         self.nbytes = 0
         self.failure: Exception | None = None
         self.lends = False
@@ -257,7 +258,7 @@ class Parking:
         if remake is not None:
             remake.let_go()
         known = self._pool.copy_of(record)
-        if isinstance(known, Slot) and not self._pool.is_reading(storage):
+        if isinstance(known, Place) and not self._pool.is_reading(storage):
             self._parked[record.serial] = parked = _Parked(record, record.nbytes, known, lent=False, held=storage)
             self._empty(parked)
             return
@@ -280,7 +281,7 @@ class Parking:
         )
 
     def _drop(
-        self, value: int, record: StorageRecord, storage: torch.UntypedStorage, remake: Remake, slot: Slot
+        self, value: int, record: StorageRecord, storage: torch.UntypedStorage, remake: Remake, slot: Place
     ) -> None:
         """Let go of a gradient that can be made anew; the first time it is copied as well, to see whether it can."""
         if self._remade[value] in self._verdicts.gradients:
@@ -474,7 +475,7 @@ class Parking:
         storage = parked.record.storage()
         if storage is None:  # nobody wants it any more
             return
-        self._ram.make_room(parked.nbytes)
+        self._memory.make_room(parked.nbytes)
         while True:
             try:
                 storage.resize_(parked.nbytes)

@@ -18,9 +18,9 @@ import torch
 from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.planning.plan import Replay
 from outgrow.planning.recipes import burst
-from outgrow.runtime.copies.cpu import Copy, CpuCopies
-from outgrow.runtime.tiers.disk import Slot, SpillFile
-from outgrow.runtime.tiers.ram import Ram
+from outgrow.runtime.copies.copy import Copies, Copy
+from outgrow.runtime.tiers.memory import DeviceMemory
+from outgrow.runtime.tiers.place import Place, Places
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.units import format_bytes
 
@@ -72,7 +72,7 @@ class Entry:
         self.version = version
         self.nbytes = record.nbytes
         self.handles = 0
-        self.slot: Slot | None = None
+        self.slot: Place | None = None
         self.recipe: Recipe | None = None
         self.replay = Replay.SPEED
         self.writing: Copy | None = None
@@ -97,20 +97,21 @@ class Pool:
         self,
         ledger: Ledger,
         budget_bytes: int,
-        spill: SpillFile,
-        copies: CpuCopies,
-        ram: Ram,
+        places: Places,
+        copies: Copies,
+        memory: DeviceMemory,
         on_arrival: Callable[[Entry], None],
         rebuild: Callable[[Entry], torch.UntypedStorage],
         least_moved_bytes: int,
     ) -> None:
+        """`places` is the next tier, `copies` leads there, and `memory` is the device's own."""
         self._ledger = ledger
         self._budget = budget_bytes
         self._on_arrival = on_arrival
         self._rebuild = rebuild
         self._least_moved = least_moved_bytes
-        self._spill = spill
-        self._ram = ram
+        self._places = places
+        self._memory = memory
         self._copies = copies
         self._entries: dict[tuple[int, int], Entry] = {}
         self._recent: OrderedDict[Entry, None] = OrderedDict()
@@ -164,7 +165,7 @@ class Pool:
                 assert entry.storage is not None
                 self._abandoned.append((entry.reading, entry.storage))
             elif entry.slot is not None:
-                self._spill.release(entry.slot)
+                self._places.release(entry.slot)
             self._let_go(entry)
             falling += self._sources_left(entry)
 
@@ -181,7 +182,7 @@ class Pool:
         return record.serial in self._at
 
     def has_safe_copy(self, entry: Entry) -> bool:
-        """Whether the value is not in memory, or is on the disk or on its way there."""
+        """Whether the value is not in memory, or has left for the next tier or is on its way there."""
         return (
             entry.storage is None
             or entry.slot is not None
@@ -189,7 +190,7 @@ class Pool:
             or self._is_parked(entry.record)
         )
 
-    def copy_of(self, record: StorageRecord) -> Slot | Copy | None:
+    def copy_of(self, record: StorageRecord) -> Place | Copy | None:
         """A copy of what a storage holds in the place that the plan gave it: done, under way, or none."""
         for entry in self._at.get(record.serial, ()):
             if entry.slot is not None and entry.slot.planned:
@@ -198,17 +199,17 @@ class Pool:
                 return entry.writing
         return None
 
-    def reserve(self, nbytes: int) -> Slot:
-        """A place in the file for what no plan foresaw, until it is released."""
-        return self._spill.reserve(nbytes)
+    def reserve(self, nbytes: int) -> Place:
+        """A place in the next tier for what no plan foresaw, until it is released."""
+        return self._places.reserve(nbytes)
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: Place) -> None:
         """Give a place back; what a plan fixed stays the plan's."""
-        self._spill.release(slot)
+        self._places.release(slot)
 
-    def place(self, offset: int, nbytes: int) -> Slot:
-        """The place in the file that the plan gave a value."""
-        return self._spill.planned_slot(offset, nbytes)
+    def place(self, offset: int, nbytes: int) -> Place:
+        """The place in the next tier that the plan gave a value."""
+        return self._places.planned_slot(offset, nbytes)
 
     def is_reading(self, storage: torch.UntypedStorage) -> bool:
         """Whether a copy out is under way that reads this memory."""
@@ -299,7 +300,7 @@ class Pool:
         return [] if recipe is None else list(recipe.sources.values())
 
     def make_way(self, spill_bytes: int) -> bool:
-        """Whether a plan may now put its values into the first `spill_bytes` of the file.
+        """Whether a plan may now put its values into the first `spill_bytes` of the next tier.
 
         It may not while a value of an earlier step lies there that is nowhere else and that a graph still wants.
         """
@@ -312,7 +313,7 @@ class Pool:
             if entry.storage is None:
                 return False
             entry.slot = None
-        return self._spill.plan_area(spill_bytes)
+        return self._places.plan_area(spill_bytes)
 
     def _let_go(self, entry: Entry) -> None:
         entry.storage = None
@@ -332,7 +333,7 @@ class Pool:
                 entry.writing.wait()
                 self.land()
             if entry.slot is not None:
-                self._spill.release(entry.slot)
+                self._places.release(entry.slot)
                 entry.slot = None
             entry.storage = storage
             self._forget_recipe(entry)
@@ -347,7 +348,7 @@ class Pool:
                 return
             self._unpark(entry.record)
         out = self._copies.out
-        slot = self._spill.reserve(entry.nbytes) if offset is None else self._spill.planned_slot(offset, entry.nbytes)
+        slot = self.reserve(entry.nbytes) if offset is None else self.place(offset, entry.nbytes)
         entry.writing = out.submit(slot, entry.storage.data_ptr())
         self._leaving.append((entry.writing, entry, entry.storage))
         if offset is None:
@@ -367,7 +368,7 @@ class Pool:
         abandoned, self._abandoned = self._abandoned, []
         for copy, storage in abandoned:
             if copy.done:
-                self._spill.release(copy.slot)
+                self._places.release(copy.slot)
             else:
                 self._abandoned.append((copy, storage))
 
@@ -375,13 +376,14 @@ class Pool:
         copy, entry, _ = self._leaving.popleft()
         entry.writing = None
         if copy.error is not None or entry.handles == 0:
-            self._spill.release(copy.slot)
+            self._places.release(copy.slot)
             if entry.handles > 0:  # else nobody is any the worse for it
                 copy.check()
             return
         entry.slot = copy.slot
-        # The bytes are safe on the disk. If a backward op is reading the memory right now, that op holds it, and
-        # the pool finds it again by its record: letting go here never frees memory in use.
+        # The bytes are safe in the next tier, or will be before anybody else gets this memory. If a backward op is
+        # reading it right now, that op holds it, and the pool finds it again by its record: letting go here never
+        # frees memory in use.
         self._let_go(entry)
 
     def wait_out(self, entry: Entry) -> None:
@@ -471,7 +473,7 @@ class Pool:
         with torch._C._DisableTorchDispatch():
             while True:
                 try:
-                    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+                    return self._memory.allocate(nbytes)
                 except (RuntimeError, MemoryError, OSError) as error:
                     if not is_out_of_memory(error):
                         raise
@@ -487,14 +489,14 @@ class Pool:
         """
         self.faults += 1
         self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
-        self._ram.relieve()
+        self._memory.relieve()
         evicted = self.evict(max(nbytes, self._ledger.live_bytes // _FAULT_SHARE))
         if not evicted:
             raise DeviceOutOfMemory(
                 f"{what} found no memory and nothing is left to evict: {self.holdings()}."
                 f" The allocator said: {str(error).splitlines()[0]}"
             ) from error
-        self._ram.relieve()
+        self._memory.relieve()
 
     def make_room(self, need: int) -> bool:
         """Send the least recently used away until `need` more bytes fit the budget; whether they do now."""
@@ -529,7 +531,13 @@ class Pool:
             else:
                 self.start_out(entry)
                 submitted += entry.nbytes
-        return submitted > 0 or self._ledger.live_bytes < before
+        if submitted > 0 or self._ledger.live_bytes < before:
+            return True
+        if not self._abandoned:
+            return False
+        self._wait(self._abandoned[0][0])  # nobody wants it any more, and its memory is all that is left to hope for
+        self.land()
+        return True
 
     def _forget_place(self, entry: Entry) -> None:
         there = self._at.get(entry.record.serial, [])
@@ -571,7 +579,7 @@ class Pool:
         return f"{format_bytes(self._ledger.live_bytes)} are alive, {total} of them saved values, {used} in use"
 
     def close(self) -> None:
-        """Bring back what saved tensors still want, end the copies and close the file.
+        """Bring back what saved tensors still want, end the copies and close the next tier.
 
         Raises:
             SpillError, DeviceOutOfMemory: something could not come back. The rest is closed all the same.
@@ -589,7 +597,7 @@ class Pool:
             self._abandoned.clear()
             self._recent.clear()
             self._at.clear()
-            self._spill.close()
+            self._places.close()
         if failure is not None:
             raise failure
 

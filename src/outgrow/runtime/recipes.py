@@ -247,6 +247,8 @@ def _only_updates_buffers(func: Any, args: Sequence[Any]) -> bool:
     """Batch norm in training does not look at its running statistics. It updates them, and does not say so."""
     if "batch_norm" not in str(func):
         return False
+    if "_with_update" in str(func):  # which exists for training alone
+        return True
     names = [argument.name for argument in func._schema.arguments]
     return any(name in ("training", "train") and value is True for name, value in zip(names, args, strict=False))
 

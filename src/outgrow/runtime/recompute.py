@@ -14,12 +14,16 @@ import torch
 
 from outgrow.errors import OutgrowError, TraceMismatch
 from outgrow.planning.plan import Plan, Replay
+from outgrow.runtime.clock import DeviceClock, Span
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.pool import Entry, Pool
 from outgrow.runtime.recipes import Contents, Cookbook, Given, Recipe, contents_by_storage, contents_of, replay
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts
+
+# So many bytes at a time are compared on a GPU, which takes as many.
+_COMPARED_BYTES = 16 << 20
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Recomputer:
 
     Attributes:
         seconds: time spent on making values anew in this step.
+        spans: the same as marks on the device, where it has a clock of its own.
         nbytes: bytes of the values that were made anew in this step.
         proofs: recipes that were tried beside the true values in this step.
     """
@@ -51,8 +56,10 @@ class Recomputer:
         pool: Pool,
         fetch: Callable[[Entry], torch.UntypedStorage],
         run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        clock: DeviceClock | None = None,
     ) -> None:
         """`fetch` brings a source to the device, `run` runs one op inside the budget."""
+        self._clock = clock
         self._ledger = ledger
         self._pool = pool
         self._fetch = fetch
@@ -63,6 +70,8 @@ class Recomputer:
     def begin(self, plan: Plan | None, kinds: Mapping[int, Kind], verdicts: Verdicts) -> None:
         """A step begins. `verdicts` says which of the plan's recipes can be trusted, and is added to."""
         self.seconds = 0.0
+        self.spans: list[Span] = []
+        self._depth = 0  # a source may be made anew for another
         self.nbytes = 0
         self.proofs = 0
         self._verdicts = verdicts
@@ -157,7 +166,7 @@ class Recomputer:
                 made = self._replay(recipe)
         except OutgrowError:  # no room to try: try again in the next step
             return False
-        same = made.nbytes() == true.nbytes() and torch.equal(_bytes_of(made), _bytes_of(true))
+        same = made.nbytes() == true.nbytes() and _same_bytes(_bytes_of(made), _bytes_of(true))
         (self._verdicts.good if same else self._verdicts.bad).add(first_save)
         return same
 
@@ -180,15 +189,32 @@ class Recomputer:
 
     def _replay(self, recipe: Recipe) -> torch.UntypedStorage:
         started, inner = time.perf_counter(), self.seconds
+        began = self._clock.mark() if self._clock is not None and self._depth == 0 else None
+        self._depth += 1
+        try:
+            storage = self._replay_now(recipe)
+        finally:
+            self._depth -= 1
+        if self._clock is not None and began is not None:
+            self.spans.append((began, self._clock.mark()))
+        self.seconds = inner + time.perf_counter() - started  # sources that were dropped too are in there
+        return storage
+
+    def _replay_now(self, recipe: Recipe) -> torch.UntypedStorage:
         with (
             torch.no_grad(),
             torch._C._DisableTorchDispatch(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),
         ):
-            storage = replay(recipe, self._fetch, self._run)
-        self.seconds = inner + time.perf_counter() - started  # sources that were dropped too are in there
-        return storage
+            return replay(recipe, self._fetch, self._run)
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two rows of bytes are equal. On a GPU the comparison takes memory, so that it goes by parts."""
+    if one.device.type == "cpu":
+        return torch.equal(one, other)
+    return all(map(torch.equal, one.split(_COMPARED_BYTES), other.split(_COMPARED_BYTES)))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -154,7 +154,7 @@ class Reuser:
         self.count = 0
         self._kinds = kinds
         self._ops: Mapping[int, str] = {}
-        if plan is not None and plan.reuses:
+        if plan is not None and plan.reuses and self._ledger.device_type == "cpu":
             ops = plan.problem.trace.ops
             self._ops = {number: ops[number].name for number in plan.reuses if ops[number].name in IN_PLACE_FORMS}
             engine_alone()  # the first time takes a moment, which is no part of the step

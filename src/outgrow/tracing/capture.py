@@ -120,7 +120,7 @@ def _record(
         recorder = Recorder(ledger, modules, kinds)
         recorder.start(tensor for tensor, _ in training_state(models, optimizers))
         ledger.on_death = recorder.died
-        mode = _CaptureMode(recorder, measured=measured)
+        mode = _CaptureMode(recorder, device.type, measured=measured)
 
         def pack(tensor: torch.Tensor) -> _Handle:
             with mode.paused():
@@ -161,9 +161,10 @@ class _Handle:
 class _CaptureMode(TorchDispatchMode):
     """Shows each op to the recorder."""
 
-    def __init__(self, recorder: Recorder, *, measured: bool) -> None:
+    def __init__(self, recorder: Recorder, device_type: str, *, measured: bool) -> None:
         super().__init__()
         self._recorder = recorder
+        self._device_type = device_type
         self._measured = measured
         self._table = OpTable()
         self._paused = False
@@ -187,7 +188,7 @@ class _CaptureMode(TorchDispatchMode):
             return func(*args, **kwargs)
         rise, seconds = 0, 0.0
         if self._measured:
-            result, measured = measured_call(func, args, kwargs)
+            result, measured = measured_call(func, args, kwargs, self._device_type)
             rise = measured or 0
             seconds = time.perf_counter() - self._left_at
         else:

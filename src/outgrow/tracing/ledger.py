@@ -43,22 +43,31 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
 
 
 class Ledger:
-    """Live storages of one device type and their total.
+    """Live storages of one device and their total.
 
     Attributes:
-        live_bytes: bytes of all storages alive that were ever shown to the ledger.
+        live_bytes: bytes of all storages alive that were ever shown to the ledger, and `unseen_bytes`.
+        unseen_bytes: what an allocator said it had given out beyond those, when it was asked last; 0 if it never was.
         on_death: called with the record of each storage that goes; None for nobody.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, index: int | None = None) -> None:
+        """`index` tells devices of a type apart; None takes all of them for one."""
         self.device_type = device_type
+        self._index = index
         self.live_bytes = 0
+        self.unseen_bytes = 0
         self.on_death: Callable[[StorageRecord], None] | None = None
         self._records: dict[int, StorageRecord] = {}
         self._serial = 0
         self._thread = threading.get_ident()
         # Storages whose last reference went on another thread (garbage collection runs anywhere), not yet booked.
         self._gone_elsewhere: deque[StorageRecord] = deque()
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose storages it sees."""
+        return torch.device(self.device_type if self._index is None else f"{self.device_type}:{self._index}")
 
     @property
     def newest(self) -> int:
@@ -68,6 +77,15 @@ class Ledger:
     def alive(self) -> list[StorageRecord]:
         """The storages that are alive."""
         return [record for record in self._records.values() if record.ref is not None]
+
+    def settle(self, allocated_bytes: int) -> None:
+        """An allocator was asked how much it has given out: with rounding, and to those who show no storage.
+
+        From here on live bytes go up and down from that.
+        """
+        self._book_deaths_elsewhere()
+        self.unseen_bytes += allocated_bytes - self.live_bytes
+        self.live_bytes = allocated_bytes
 
     def work_here(self) -> None:
         """From now on the calling thread is the training's."""
@@ -84,7 +102,10 @@ class Ledger:
         record = self._records.get(storage._cdata)
         if record is not None and record.ref is not None and record.nbytes == storage.nbytes():
             return record
-        return self.see_storage(storage) if tensor.device.type == self.device_type else None
+        return self.see_storage(storage) if self._is_here(tensor.device) else None
+
+    def _is_here(self, device: torch.device) -> bool:
+        return device.type == self.device_type and (self._index is None or device.index == self._index)
 
     def see_storage(self, storage: torch.UntypedStorage) -> StorageRecord:
         """As `see`, for a storage that is known to be on the device."""
@@ -128,5 +149,5 @@ class Ledger:
         for record in self._records.values():
             record.ref = None
         self._records.clear()
-        self.live_bytes = 0
+        self.live_bytes = self.unseen_bytes = 0
         self.on_death = None

@@ -149,13 +149,21 @@ class Recorder:
                 moved_bytes=0 if facts.is_view else moved,
                 workspace_bytes=max(0, rise_bytes - new_bytes),
                 seconds=seconds,
-                repeatable=facts.is_repeatable and (not facts.draws or self._ledger.device_type == "cpu"),
+                repeatable=self._is_repeatable(facts),
                 channels_last="convolution" in facts.name and any(map(_is_channels_last, inputs)),
                 dtype=_dtype_of((*inputs, *outputs)),
             )
         )
         if self._watched:
             self._look_at_holders()
+
+    def _is_repeatable(self, facts: OpFacts) -> bool:
+        """Whether the op gives the same outputs when it runs again, perhaps on the backward pass's thread."""
+        if facts.draws and self._ledger.device_type not in ("cpu", "cuda"):
+            return False
+        # With `benchmark` each thread takes the algorithm that was fastest when it looked.
+        tries_out = self._ledger.device_type == "cuda" and torch.backends.cudnn.benchmark
+        return facts.is_repeatable and not (tries_out and "convolution" in facts.name)
 
     def _judge_blanks(
         self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], read: Iterable[int]
@@ -227,6 +235,10 @@ class Recorder:
         value = self._saved[index].value
         self._current[record.serial] = value
         self._values[value].present = True
+
+    def set_times(self, seconds: Sequence[float]) -> None:
+        """The times of all ops so far, in seconds, where they were not known as the ops ran."""
+        self._ops = [replace(op, seconds=taken) for op, taken in zip(self._ops, seconds, strict=True)]
 
     def finish(self, kinds: Mapping[int, Kind], device: str, *, measured: bool) -> Trace:
         """The trace. `kinds` tells what the storages alive now are, by serial number."""

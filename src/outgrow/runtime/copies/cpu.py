@@ -9,8 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
-from outgrow.runtime.tiers.disk import Slot, SpillFile
+from outgrow.runtime.copies.copy import Copy
+from outgrow.runtime.tiers.disk import SpillFile
+from outgrow.runtime.tiers.place import Place
 
 # The usual 8 MiB are taken from the address space at once, which counts where that is limited.
 _STACK_BYTES = 512 << 10
@@ -18,19 +21,16 @@ _STACK_BYTES = 512 << 10
 _WORTH_MEASURING = 8 << 20
 
 
-class Copy:
-    """A copy that was asked for.
+class LaneCopy(Copy):
+    """A copy that a lane's thread makes.
 
-    Whoever asks must hold the storage until the copy is done, and let go of it on its own thread: the lane knows
-    the address alone, so that no memory is ever freed (and no weak reference called) on a worker thread.
+    The lane knows the address alone: no memory is ever freed (and no weak reference called) on a worker thread.
     """
 
-    __slots__ = ("_done", "address", "error", "slot")
+    __slots__ = ("_done",)
 
-    def __init__(self, slot: Slot, address: int) -> None:
-        self.slot = slot
-        self.address = address
-        self.error: Exception | None = None
+    def __init__(self, slot: Place, address: int) -> None:
+        super().__init__(slot, address)
         self._done = threading.Event()
 
     @property
@@ -42,22 +42,6 @@ class Copy:
         """Wait for its end."""
         self._done.wait()
 
-    def check(self) -> None:
-        """Raise what went wrong, once.
-
-        An error holds the frames that it went through, and with them the step's graph: whoever catches it must be
-        the last to hold it.
-
-        Raises:
-            SpillError: the copy failed.
-        """
-        error, self.error = self.error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error
-
     def finish(self) -> None:
         """Called by the lane when the copy is over."""
         self._done.set()
@@ -66,24 +50,29 @@ class Copy:
 class Lane:
     """Copies in one direction, first in first out, on one thread that starts with the first copy."""
 
-    def __init__(self, name: str, move: Callable[[Slot, int], None]) -> None:
+    def __init__(self, name: str, move: Callable[[Any, int], None]) -> None:
+        """`move` copies between a place of the tier that the lane leads to and memory at an address."""
         self._name = name
         self._move = move
-        self._queue: SimpleQueue[Copy | None] = SimpleQueue()
+        self._queue: SimpleQueue[LaneCopy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self.moved_bytes = 0
         self.busy_seconds = 0.0
         self.processor_seconds = 0.0
 
-    def submit(self, slot: Slot, address: int) -> Copy:
+    def submit(self, slot: Place, address: int) -> Copy:
         """Ask for a copy between memory at `address` and a slot."""
-        copy = Copy(slot, address)
+        copy = LaneCopy(slot, address)
+        self.hand_over(copy)
+        return copy
+
+    def hand_over(self, copy: LaneCopy) -> None:
+        """Have the thread make a copy; where there can be none, make it here and now."""
         if self._thread is None and (self._closed or not self._start()):
             self._carry_out(copy)
         else:
             self._queue.put(copy)
-        return copy
 
     def bandwidth(self) -> float | None:
         """Bytes per second over all copies so far; None before there were any worth measuring."""
@@ -119,7 +108,7 @@ class Lane:
             self._carry_out(copy)
             del copy
 
-    def _carry_out(self, copy: Copy) -> None:
+    def _carry_out(self, copy: LaneCopy) -> None:
         start, processor = time.perf_counter(), time.thread_time()
         try:
             self._move(copy.slot, copy.address)

@@ -19,25 +19,24 @@ import psutil
 
 from outgrow.errors import SpillError
 from outgrow.planning.plan import SLOT_ALIGNMENT, slot_bytes
+from outgrow.runtime.tiers.place import Place
 
 _Transfer = Callable[[int, "ctypes.Array[ctypes.c_char]", int], int]
 _ASIDE_BYTES = 1 << 20
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
-class Slot:
+class Slot(Place):
     """A value's place on the disk.
 
     Direct I/O moves whole aligned blocks: `head` and `tail` are the bytes of a value before its first and after
     its last aligned address, less than two blocks in all, and stay in RAM.
     """
 
-    __slots__ = ("head", "nbytes", "offset", "phase", "planned", "tail")
+    __slots__ = ("head", "phase", "tail")
 
     def __init__(self, offset: int, nbytes: int, *, planned: bool) -> None:
-        self.offset = offset
-        self.nbytes = nbytes
-        self.planned = planned
+        super().__init__(offset, nbytes, planned=planned)
         self.phase = 0
         self.head = b""
         self.tail = b""
@@ -59,8 +58,10 @@ class SpillFile:
         self._end = 0
         self._free: list[tuple[int, int]] = []  # (room, offset), smallest room first
 
-    def plan_area(self, nbytes: int) -> bool:
+    def plan_area(self, nbytes: int, used_bytes: int | None = None) -> bool:
         """Set the first `nbytes` of the file aside for places that plans fix; asks the disk for them now.
+
+        Where less of it will be written, the disk is asked for the first `used_bytes` alone.
 
         False if that cannot be, as unplanned values lie there.
 
@@ -72,7 +73,7 @@ class SpillFile:
         if self._end > self._planned_end:
             return False
         try:
-            os.posix_fallocate(self._descriptor, 0, nbytes)
+            os.posix_fallocate(self._descriptor, 0, nbytes if used_bytes is None else used_bytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise self._failure("setting room aside", error) from error
@@ -96,7 +97,7 @@ class SpillFile:
         offset, self._end = self._end, self._end + room
         return Slot(offset, nbytes, planned=False)
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: Place) -> None:
         """Give a place back."""
         if slot.planned:
             return

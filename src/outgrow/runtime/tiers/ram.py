@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
 from outgrow.runtime.tiers.arena import Arena, find_arena
 from outgrow.runtime.tiers.heap import Heap, address_space_is_limited
 from outgrow.runtime.tiers.resident import ResidentSet
@@ -27,6 +31,26 @@ class Ram:
     def make_room(self, nbytes: int) -> None:
         """Give free pages back if `nbytes` more would lift the resident set over its limit."""
         self._memory.keep_under(self._limit, self._resident, nbytes)
+
+    @property
+    def is_counted(self) -> bool:
+        """False: live storages, and what ops were seen to hold, are all there is."""
+        return False
+
+    def count(self, nbytes: int) -> None:
+        """Nothing to do."""
+
+    def gate(self, nbytes: int) -> AbstractContextManager[None]:
+        """Nothing to do: what is refused memory on a CPU says so."""
+        return nullcontext()
+
+    def refusals(self) -> int:
+        """0: nobody counts them."""
+        return 0
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory for a value that comes back."""
+        return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
     def relieve(self) -> None:
         """An allocator was refused memory: give all free pages back.

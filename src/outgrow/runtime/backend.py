@@ -1,0 +1,49 @@
+"""What a session stands on: the device's memory, the tiers below it, the copies between them, and a clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from outgrow.runtime.clock import DeviceClock
+from outgrow.runtime.copies.copy import Copies
+from outgrow.runtime.copies.cpu import CpuCopies
+from outgrow.runtime.copies.cuda import CudaCopies
+from outgrow.runtime.copies.streams import CudaStreams
+from outgrow.runtime.tiers.cuda import CudaMemory
+from outgrow.runtime.tiers.disk import SpillFile
+from outgrow.runtime.tiers.host import HostTier, pinned
+from outgrow.runtime.tiers.memory import DeviceMemory
+from outgrow.runtime.tiers.place import Places
+from outgrow.runtime.tiers.ram import Ram
+from outgrow.tracing.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The parts of one device. `clock` is None where what was asked for is over when the call returns."""
+
+    memory: DeviceMemory
+    places: Places
+    copies: Copies
+    clock: DeviceClock | None
+
+
+def open_backend(
+    device: torch.device, ledger: Ledger, budget_bytes: int, host_bytes: int | None, spill: SpillFile
+) -> Backend:
+    """The parts for a device; those of CUDA take `host_bytes` of pinned memory at most.
+
+    Raises:
+        HostBudgetTooSmall: that is not even enough for the way to the disk.
+    """
+    if device.type == "cpu":
+        memory = Ram(psutil.Process().memory_info().rss - ledger.live_bytes, budget_bytes)
+        return Backend(memory, spill, CpuCopies(spill), None)
+    assert host_bytes is not None, "a device other than the CPU has a host beside it"
+    places = HostTier(host_bytes, spill, pinned)
+    streams = CudaStreams(device)
+    copies = CudaCopies(streams, spill, places.bounces)
+    return Backend(CudaMemory(device, budget_bytes, ledger), places, copies, DeviceClock(streams, copies.waits))

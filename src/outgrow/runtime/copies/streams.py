@@ -1,0 +1,110 @@
+"""What the CUDA copy engine needs of CUDA: three streams, events between them, and copies between addresses.
+
+A protocol, so that the engine's order of things can be tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+
+class Stream(Enum):
+    """Whom work is asked of. Each does what it was asked for in order; across streams only events order anything."""
+
+    COMPUTE = "compute"
+    OUT = "out"
+    BACK = "back"
+
+
+class Event(Protocol):
+    """A mark in a stream."""
+
+    def query(self) -> bool:
+        """Whether all that the stream was asked for before the mark is finished."""
+
+    def synchronize(self) -> None:
+        """Have the host wait until it is."""
+
+
+class Streams(Protocol):
+    """The three streams of one device. No call waits for the device."""
+
+    def current(self) -> int:
+        """Which stream the program computes on now."""
+
+    def record(self, stream: Stream) -> Event:
+        """A mark after all that `stream` was asked for so far."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What `stream` is asked for from now on begins after the mark."""
+
+    def to_host(self, stream: Stream, host: int, device: int, nbytes: int) -> None:
+        """Copy `nbytes` from an address on the device to one in pinned memory."""
+
+    def to_device(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
+        """Copy `nbytes` from an address in pinned memory to one on the device."""
+
+    def seconds_between(self, start: Event, end: Event) -> float:
+        """Time from one mark to another, in seconds; both must be finished."""
+
+
+class CudaStreams:
+    """The streams of a CUDA device. The program's own stream is whichever is current where it is asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lanes = {
+            Stream.OUT: torch.cuda.Stream(device),
+            Stream.BACK: torch.cuda.Stream(device),
+        }
+
+    def current(self) -> int:
+        """See `Streams`."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def record(self, stream: Stream) -> torch.cuda.Event:
+        """See `Streams`. The event tells times."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._of(stream))
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """See `Streams`."""
+        assert isinstance(event, torch.cuda.Event)
+        self._of(stream).wait_event(event)
+
+    def to_host(self, stream: Stream, host: int, device: int, nbytes: int) -> None:
+        """See `Streams`."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.cuda.stream(self._of(stream)):
+            _bytes_at(host, _HOST, nbytes).copy_(_bytes_at(device, self._device, nbytes), non_blocking=True)
+
+    def to_device(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
+        """See `Streams`."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.cuda.stream(self._of(stream)):
+            _bytes_at(device, self._device, nbytes).copy_(_bytes_at(host, _HOST, nbytes), non_blocking=True)
+
+    def seconds_between(self, start: Event, end: Event) -> float:
+        """See `Streams`."""
+        assert isinstance(start, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()  # it is finished, unless the program computed on a stream of its own
+        return float(start.elapsed_time(end)) / 1e3
+
+    def _of(self, stream: Stream) -> torch.cuda.Stream:
+        return self._lanes.get(stream) or torch.cuda.current_stream(self._device)
+
+
+_HOST = torch.device("cpu")
+
+
+def _bytes_at(address: int, device: torch.device, nbytes: int) -> torch.Tensor:
+    """Memory at an address as a tensor that does not own it.
+
+    A tensor on the value's own storage would count as one of its holders, for as long as it lives, and that number
+    decides what may leave; and what a worker thread drops last is freed there.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))

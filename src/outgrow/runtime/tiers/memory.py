@@ -1,0 +1,41 @@
+"""The device tier as the pool and the executor see it: memory that has to be kept in bounds beside the live bytes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+
+class DeviceMemory(Protocol):
+    """Where tensors get their memory while a session is open."""
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory for a value that comes back, in the order of what the program computes.
+
+        Raises:
+            RuntimeError, MemoryError: there is none, in the allocator's own words.
+        """
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether `count` says more of the memory in use than the storages that are alive do."""
+
+    def count(self, nbytes: int) -> None:
+        """An op is about to add `nbytes`: where they may not fit, set the ledger's live bytes to what is in use."""
+
+    def gate(self, nbytes: int) -> AbstractContextManager[None]:
+        """Inside runs an op that adds `nbytes` and does something else where it is refused some of them."""
+
+    def refusals(self) -> int:
+        """How often the allocator refused memory to anybody since this was asked last, as far as it counts that."""
+
+    def make_room(self, nbytes: int) -> None:
+        """An op is about to add `nbytes`: see that the allocator finds them within its bounds."""
+
+    def relieve(self) -> None:
+        """The allocator refused memory: give back all that it holds and nobody uses."""
+
+    def close(self) -> None:
+        """Leave memory to PyTorch's usual ways."""

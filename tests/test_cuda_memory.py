@@ -1,0 +1,165 @@
+"""CUDA memory as a tier, with an allocator that is told what to say."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from outgrow.runtime.copies.streams import CudaStreams, Stream
+from outgrow.runtime.dice import _default_generator
+from outgrow.runtime.tiers.cuda import CudaMemory
+from outgrow.tracing.ledger import Ledger
+
+GiB = 1 << 30
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass
+class Allocator:
+    """What `torch.cuda` says and is told."""
+
+    share: float = 1.0
+    allocated: int = GiB
+    reserved: int = 2 * GiB
+    ooms: int = 3
+    emptied: int = 0
+    shares: list[float] = field(default_factory=list)
+
+    def stand(self, share: float, device: torch.device) -> None:
+        assert isinstance(share, float), "the real one takes nothing else"
+        assert 0 <= share <= 1
+        self.share = share
+        self.shares.append(share)
+
+    def stats(self, device: torch.device) -> dict[str, Any]:
+        return {
+            "allocated_bytes": {"all": {"current": self.allocated}},
+            "reserved_bytes": {"all": {"current": self.reserved}},
+            "num_ooms": self.ooms,
+        }
+
+    def empty(self) -> None:
+        self.emptied += 1
+        self.reserved = self.allocated
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    fake = Allocator()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GiB, 100 * GiB))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fake.share)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fake.stand)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", fake.stats)
+    monkeypatch.setattr(torch.cuda, "empty_cache", fake.empty)
+    return fake
+
+
+def test_the_wall_stands_at_the_budget_and_goes_with_the_session(allocator: Allocator) -> None:
+    allocator.share = 0.9
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+    assert allocator.share == pytest.approx(0.08)
+    assert allocator.emptied == 1
+    memory.close()
+    assert allocator.share == 0.9
+
+
+def test_a_budget_never_lifts_a_wall_of_the_users(allocator: Allocator) -> None:
+    allocator.share = 0.05
+    CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+    assert allocator.share == 0.05
+
+
+def test_live_bytes_are_what_the_allocator_gave_out_near_the_budget_and_only_there(allocator: Allocator) -> None:
+    ledger = Ledger("cuda", 0)
+    memory = CudaMemory(DEVICE, 8 * GiB, ledger)
+    assert ledger.live_bytes == GiB
+    allocator.allocated = 3 * GiB
+    memory.count(100)
+    assert ledger.live_bytes == GiB
+    memory.count(7 * GiB)
+    assert ledger.live_bytes == ledger.unseen_bytes == 3 * GiB
+
+
+def test_the_gate_opens_only_where_the_wall_could_be_hit(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+    allocator.shares.clear()
+    with memory.gate(GiB):
+        assert allocator.shares == []
+    allocator.reserved = 7 * GiB + 1
+    with memory.gate(GiB):
+        assert allocator.share == 1.0
+    assert allocator.share == pytest.approx(0.08)
+
+
+def test_the_wall_is_there_again_after_an_error_in_the_gate(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+
+    def fail() -> None:
+        with memory.gate(9 * GiB):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fail()
+    assert allocator.share == pytest.approx(0.08)
+
+
+def test_refusals_are_counted_from_one_question_to_the_next(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+    assert memory.refusals() == 0
+    allocator.ooms += 2
+    assert memory.refusals() == 2
+    assert memory.refusals() == 0
+
+
+def test_an_op_draws_from_the_generator_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, own), raising=False)
+    assert _default_generator((torch.ones(2),), {}) is torch.default_generator
+    assert _default_generator((), {"device": torch.device("cuda", 1)}) is own
+    assert _default_generator((), {"device": torch.device("meta")}) is None
+    assert _default_generator((), {}) is torch.default_generator
+
+
+class Marks:
+    """Stands in for streams and events, on a machine that has none."""
+
+    cuda_stream = 7
+
+    def __init__(self, *_: object, **options: object) -> None:
+        self.waited: list[object] = []
+
+    def record(self, stream: object) -> None:
+        self.waited.append(stream)
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: object) -> float:
+        return 2.0  # milliseconds
+
+
+def test_streams_copy_between_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Marks()
+    monkeypatch.setattr(torch.cuda, "Stream", Marks)
+    monkeypatch.setattr(torch.cuda, "Event", Marks)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: usual)
+    streams = CudaStreams(torch.device("cpu"))
+    device, pinned = torch.arange(100, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
+    streams.to_host(Stream.OUT, pinned.data_ptr() + 50, device.data_ptr() + 1, 99)
+    assert pinned[50:149].tolist() == list(range(1, 100))
+    assert pinned[149:].sum() == pinned[:50].sum() == 0
+    streams.to_device(Stream.BACK, device.data_ptr(), pinned.data_ptr() + 51, 10)
+    assert device[:12].tolist() == [*range(2, 12), 10, 11]
+    event = streams.record(Stream.COMPUTE)
+    streams.wait(Stream.COMPUTE, event)
+    assert usual.waited == [event]
+    assert streams.seconds_between(event, event) == pytest.approx(2e-3)
+    assert streams.current() == 7

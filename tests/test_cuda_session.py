@@ -1,0 +1,236 @@
+"""Whole training steps with the CUDA engine and the pinned tier, on CPU tensors and fake streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import outgrow
+import outgrow.session
+from cases import training_of
+from fake_streams import FakeStreams
+from outgrow.errors import HostBudgetTooSmall, SessionError
+from outgrow.planning.policies import Policy
+from outgrow.planning.problem import Problem
+from outgrow.planning.releases import with_releases
+from outgrow.runtime.backend import Backend
+from outgrow.runtime.clock import DeviceClock
+from outgrow.runtime.copies.cuda import CudaCopies
+from outgrow.runtime.executor import Executor, _Watch
+from outgrow.runtime.tiers import host
+from outgrow.runtime.tiers.disk import SpillFile
+from outgrow.runtime.tiers.host import HostTier
+from outgrow.runtime.tiers.ram import Ram
+from outgrow.tracing.ledger import Ledger
+from steps import RecomputeAll, budget_for, train_in_session, train_plain
+
+MiB = 1 << 20
+
+
+class CountedRam(Ram):
+    """Memory whose allocator rounds up and gives some to libraries, as CUDA's does."""
+
+    LIBRARY_BYTES = 300_000
+
+    def __init__(self, ledger: Ledger, budget: int) -> None:
+        super().__init__(1 << 40, budget)
+        self._ledger = ledger
+        self.gates = 0
+
+    @property
+    def is_counted(self) -> bool:
+        return True
+
+    def count(self, nbytes: int) -> None:
+        blocks = sum(-(-record.nbytes // 512) * 512 for record in self._ledger.alive())
+        self._ledger.settle(blocks + self.LIBRARY_BYTES)
+
+    def gate(self, nbytes: int) -> AbstractContextManager[None]:
+        self.gates += 1
+        return nullcontext()
+
+
+class Fakes:
+    """The backends that sessions opened, with what they pinned."""
+
+    def __init__(self, host_bytes: int, luck: float) -> None:
+        self.host_bytes = host_bytes
+        self.luck = luck
+        self.streams: list[FakeStreams] = []
+        self.memory: list[CountedRam] = []
+        self.pinned = 0
+
+    def open(
+        self, device: torch.device, ledger: Ledger, budget: int, host_bytes: int | None, spill: SpillFile
+    ) -> Backend:
+        streams = FakeStreams(Random(len(self.streams)), self.luck)
+        self.streams.append(streams)
+        self.pinned = 0
+        places = HostTier(self.host_bytes, spill, self._pin)
+        copies = CudaCopies(streams, spill, places.bounces)
+        self.memory.append(CountedRam(ledger, budget))
+        return Backend(self.memory[-1], places, copies, DeviceClock(streams, copies.waits))
+
+    def _pin(self, nbytes: int) -> torch.Tensor:
+        self.pinned += nbytes
+        assert self.pinned <= self.host_bytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fakes]:
+    """Makes sessions stand on the engine of CUDA."""
+
+    def install(host_bytes: int = 256 * MiB, luck: float = 0.1) -> Fakes:
+        made = Fakes(host_bytes, luck)
+        monkeypatch.setattr(outgrow.session, "open_backend", made.open)
+        # What else differs: nothing is parked or reused, and the backward pass may run on another thread.
+        monkeypatch.setattr(Problem, "on_cpu", False)
+        monkeypatch.setattr(Executor, "begin", begin)
+        return made
+
+    def begin(executor: Executor, *args: Any, **options: Any) -> None:
+        executor._changes_threads = True
+        usual(executor, *args, **options)
+
+    usual = Executor.begin
+
+    return install
+
+
+POLICIES: tuple[str | Policy, ...] = ("auto", "lru", "vdnn-all", "superneurons", RecomputeAll())
+
+
+@pytest.mark.parametrize("luck", [0.0, 0.5])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize(("name", "size", "batch"), [("resnet-18", 32, 2), ("gpt-2x64", 64, 2)])
+def test_training_is_plain_training_to_the_bit(
+    fakes: Callable[..., Fakes], name: str, size: int, batch: int, policy: str | Policy, luck: float
+) -> None:
+    made = fakes(luck=luck)
+    make = training_of(name, size, batch)
+    plain = train_plain(make, 4)
+    budget = budget_for(make, 0.7) + 2 * CountedRam.LIBRARY_BYTES
+    ours, summaries = train_in_session(make, 4, budget=budget, policy=policy)
+    assert ours == plain
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+    assert [streams.races for streams in made.streams] == [[]]
+    assert made.memory[0].gates > 0
+
+
+def test_a_backward_pass_on_another_thread_leaves_nothing_behind(fakes: Callable[..., Fakes]) -> None:
+    """CUDA's runs on one of autograd's own, while the thread that asked for it waits."""
+    made = fakes(luck=0.0)
+    make = training_of("resnet-18", 32, 2)
+    budget = budget_for(make, 0.7) + 2 * CountedRam.LIBRARY_BYTES
+
+    def elsewhere(function: Callable[[], object], session: outgrow.Session | None) -> None:
+        """Autograd takes the modes of the thread that asks along to its own."""
+        mode = nullcontext() if session is None else _Watch(session._executor, session._executor._table)
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with mode:
+                    function()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert not failures
+
+    def losses(training: Any, session: outgrow.Session | None) -> list[float]:
+        found = []
+        for k in range(5):
+            with nullcontext() if session is None else session.step():
+                x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(k))
+                loss = training.models[0](x).pow(2).mean()
+                elsewhere(loss.backward, session)
+                training.optimizers[0].step()
+                training.optimizers[0].zero_grad()
+            found.append(float(loss.detach()))
+            if session is not None:
+                del loss
+                session._executor._come_here()
+                session._pool.land()
+                session._pool.make_room(1 << 60)
+                assert not list(session._pool.entries())
+        return found
+
+    torch.manual_seed(0)
+    expected = losses(make(), None)
+    torch.manual_seed(0)
+    training = make()
+    with outgrow.Session(
+        training.models, training.optimizers, budget=budget, policy="vdnn-all", least_moved_bytes=1
+    ) as session:
+        assert losses(training, session) == expected
+        assert session.summary().offloaded_bytes > 0
+        made.memory[0].count(0)
+        state = sum(tensor.nbytes for tensor in training.models[0].state_dict().values())
+        assert session.live_bytes < 2.1 * state + CountedRam.LIBRARY_BYTES + 1e6
+    assert made.streams[0].races == []
+
+
+def test_plans_for_a_host_that_runs_ahead_say_when_values_are_gone() -> None:
+    torch.manual_seed(0)
+
+    def step() -> outgrow.TrainingStep:
+        training = training_of("resnet-18", 32, 2)()
+        return outgrow.TrainingStep(training.models, training.optimizers, lambda: training.run(0))
+
+    trace = outgrow.trace(step, fake=True)
+    hardware = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 5e8, 5e8)
+    plan = outgrow.plan(trace, budget="1GiB", policy="vdnn-all", hardware=hardware)
+    loose = replace(plan, offloads=tuple(replace(item, release_tick=-1) for item in plan.offloads))
+    tight = with_releases(loose)
+    assert any(item.release_tick >= 0 for item in tight.offloads)
+    assert all(item.release_tick < 0 or item.release_tick >= item.out_tick for item in tight.offloads)
+    assert tight.simulate() == loose.simulate()  # nobody waits for what is done
+
+
+def test_what_has_no_room_in_pinned_memory_goes_to_the_disk_and_comes_back_equal(
+    fakes: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    write = SpillFile.write
+
+    def count(spill: SpillFile, slot: object, address: int) -> None:
+        written.append(address)
+        write(spill, slot, address)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SpillFile, "write", count)
+    monkeypatch.setattr(host, "_LEAST_BOUNCE_BYTES", 64 << 10)
+    monkeypatch.setattr(host, "LEAST_HOST_BYTES", 128 << 10)
+    made = fakes(host_bytes=MiB // 2)
+    make = training_of("resnet-18", 32, 2)
+    plain = train_plain(make, 4)
+    ours, summaries = train_in_session(make, 4, budget=budget_for(make, 0.6), policy="vdnn-all")
+    assert ours == plain
+    assert summaries[-1].offloaded_bytes > MiB // 2
+    assert written
+    assert 0 < made.pinned <= MiB // 2
+    assert [streams.races for streams in made.streams] == [[]]
+
+
+def test_a_host_budget_that_does_not_hold_the_buffers_is_refused(fakes: Callable[..., Fakes], tmp_path: Path) -> None:
+    fakes(host_bytes=MiB)
+    with pytest.raises(HostBudgetTooSmall, match=r"2\.00 MiB at least") as caught:
+        outgrow.Session(torch.nn.Linear(8, 8), budget="1GiB", spill_dir=tmp_path, allow_tmpfs=True)
+    assert caught.value.least_bytes == 2 * MiB
+    assert "host_budget" in str(caught.value)
+
+
+def test_a_host_budget_for_a_model_on_the_cpu_is_refused() -> None:
+    with pytest.raises(SessionError, match="host_budget is for models on a GPU"):
+        outgrow.Session(torch.nn.Linear(8, 8), budget="1GiB", host_budget="1GiB")
