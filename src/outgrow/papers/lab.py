@@ -32,6 +32,7 @@ class Lab:
     def __init__(self, on_step: Callable[[str], None] = lambda what: None) -> None:
         """`on_step` is told in words what is being worked out."""
         self._on_step = on_step
+        self._floors: dict[tuple[str, int, str], dict[int, int]] = {}
         self._traces: OrderedDict[tuple[str, int, float], Trace] = OrderedDict()
 
     def trace(self, name: str, batch: int, *, momentum: float = 0.0) -> Trace:
@@ -75,6 +76,7 @@ class Lab:
             budget_bytes=budget_bytes,
             hardware=hardware,
             policy=policy,
+            floors=self._floors.setdefault((name, 0, hardware.name), {}),
             on_try=lambda batch: self._on_step(f"{name} under {policy}: batch {batch}?"),
         )
 
@@ -85,6 +87,7 @@ class Lab:
             budget_bytes=budget_bytes,
             hardware=hardware,
             policy=policy,
+            floors=self._floors.setdefault(("resnet", batch, hardware.name), {}),
             on_try=lambda blocks: self._on_step(f"ResNet under {policy}: {resnet_depth(blocks)} layers?"),
         )
         return None if found is None else replace(found, size=resnet_depth(found.size))

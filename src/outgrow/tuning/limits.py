@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 from outgrow.api import plan
@@ -35,6 +35,7 @@ def largest(
     budget_bytes: int,
     hardware: Hardware,
     policy: str,
+    floors: MutableMapping[int, int] | None = None,
     on_try: Callable[[int], None] = lambda size: None,
 ) -> Limit | None:
     """The largest size whose step `policy` keeps inside the budget; None if not even size 1 does.
@@ -45,8 +46,10 @@ def largest(
         budget_bytes: the budget, in bytes.
         hardware: the device.
         policy: the name of a policy. "keep" is a plain step.
+        floors: least budgets by size, in bytes, that another policy's search on this device found; more are added.
         on_try: called with each size before it is traced.
     """
+    floors = {} if floors is None else floors
     traces: dict[int, Trace] = {}
 
     def traced(size: int) -> Trace:
@@ -60,18 +63,19 @@ def largest(
         """Bytes that no plan of this kind gets below."""
         if policy == "keep":
             return plain_profile(traced(size)).peak_bytes
-        return least_budget(Problem(traced(size), hardware, budget_bytes)).bytes
+        if size not in floors:
+            floors[size] = least_budget(Problem(traced(size), hardware, budget_bytes)).bytes
+        return floors[size]
 
-    def runs(size: int) -> Prediction | None:
-        prediction = plan(traced(size), budget=budget_bytes, policy=policy, hardware=hardware).simulate()
-        return prediction if prediction.feasible else None
+    def run(size: int) -> Prediction:
+        return plan(traced(size), budget=budget_bytes, policy=policy, hardware=hardware).simulate()
 
     bound = _last_below(need, budget_bytes)
     if bound is None:
         return None
     if policy in ("keep", "auto"):  # they get as far as anything does
-        return _step_back(runs, bound)
-    return _bisect(runs, bound)
+        return _step_back(run, bound)
+    return _narrowed(run, bound, budget_bytes)
 
 
 def _last_below(need: Callable[[int], int], budget_bytes: int) -> int | None:
@@ -107,27 +111,29 @@ def _last_below(need: Callable[[int], int], budget_bytes: int) -> int | None:
     return low
 
 
-def _step_back(runs: Callable[[int], Prediction | None], size: int) -> Limit | None:
+def _step_back(run: Callable[[int], Prediction], size: int) -> Limit | None:
     while size >= 1:
-        prediction = runs(size)
-        if prediction is not None:
+        prediction = run(size)
+        if prediction.feasible:
             return Limit(size, prediction)
         size = min(size - 1, int(size * _STEP_BACK))
     return None
 
 
-def _bisect(runs: Callable[[int], Prediction | None], most: int) -> Limit | None:
-    found = runs(most)
-    if found is not None:
-        return Limit(most, found)
-    low, high, best = 0, most, None
+def _narrowed(run: Callable[[int], Prediction], most: int, budget_bytes: int) -> Limit | None:
+    """The largest size that fits, between nothing and `most`: first where a peak in proportion to size would be."""
+    low, high, best = 0, most + 1, None
+    size = most
     while high - low > max(1, _RESOLUTION * low):
-        middle = (low + high) // 2
-        prediction = runs(middle)
-        if prediction is None:
-            high = middle
+        prediction = run(size)
+        if prediction.feasible:
+            low, best = size, Limit(size, prediction)
+            size = (low + high) // 2
         else:
-            low, best = middle, Limit(middle, prediction)
+            high = size
+            in_proportion = int(size * budget_bytes / prediction.peak_bytes)
+            size = in_proportion if low < in_proportion < high else (low + high) // 2
+        size = min(max(size, low + 1), high - 1)
     return best
 
 
