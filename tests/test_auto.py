@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import outgrow
 from outgrow.networks import find
 from outgrow.planning.bound import least_step_seconds
 from outgrow.planning.problem import Problem
+from outgrow.planning.refine import refined
 
 GPU = outgrow.Hardware("GPU", 12 << 30, 4e12, 2.4e11, 1e10, 1e10, 1e-5, 1e-6)
 SLOW_LINK = outgrow.Hardware("GPU on a slow link", 12 << 30, 4e12, 2.4e11, 1e9, 1e9, 1e-5, 1e-6)
 NO_LINK = outgrow.Hardware("GPU with hardly a link", 12 << 30, 4e12, 2.4e11, 1e6, 1e6, 1e-5, 1e-6)
+SLOW_WAY_BACK = outgrow.Hardware("GPU that reads slowly", 12 << 30, 4e12, 2.4e11, 2e10, 3e9, 1e-5, 1e-6)
 CPU_AND_DISK = outgrow.Hardware("CPU", 24 << 30, 2e11, 2e10, 1.5e9, 1e9, 1e-4, 1e-5, 5e-11)
 
 
@@ -51,6 +55,37 @@ def trace_of(widths: tuple[int, ...], *, residual: bool, batch: int = 64) -> out
     return outgrow.trace(make, fake=True)
 
 
+def skips_of(widths: tuple[int, ...], batch: int = 64) -> outgrow.Trace:
+    """A U-Net without its pooling: what each layer makes waits for a layer on the way back, so that plans park."""
+
+    def make() -> outgrow.TrainingStep:
+        down, up, before = torch.nn.ModuleList(), torch.nn.ModuleList(), 3
+        for width in widths:
+            down.append(torch.nn.Conv2d(before, width, 3, padding=1))
+            before = width
+        for width in reversed(widths):
+            up.append(torch.nn.Conv2d(before + width, width, 3, padding=1))
+            before = width
+        model = torch.nn.ModuleList([down, up])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        data = torch.randn(batch, 3, 16, 16)
+
+        def step() -> None:
+            x, skips = data, []
+            for layer in down:
+                x = layer(x).relu()
+                skips.append(x)
+            for layer in up:
+                x = layer(torch.cat([x, skips.pop()], 1)).relu()
+            x.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return outgrow.TrainingStep(model, optimizer, step)
+
+    return outgrow.trace(make, fake=True)
+
+
 def plans_of(trace: outgrow.Trace, hardware: outgrow.Hardware, share: float) -> dict[str, outgrow.Plan]:
     """The plan of each policy, at a share of the way from the least feasible budget to the plain peak."""
     keep = outgrow.plan(trace, budget=1 << 60, policy="keep", hardware=hardware)
@@ -59,19 +94,30 @@ def plans_of(trace: outgrow.Trace, hardware: outgrow.Hardware, share: float) -> 
     return {name: outgrow.plan(trace, budget=budget, policy=name, hardware=hardware) for name in outgrow.policies()}
 
 
-@settings(max_examples=15, deadline=None)
+SHAPES: dict[str, Callable[[tuple[int, ...]], outgrow.Trace]] = {
+    "chain": lambda widths: trace_of(widths, residual=False),
+    "residual": lambda widths: trace_of(widths, residual=True),
+    "skips": skips_of,
+}
+
+
+@settings(max_examples=20, deadline=None)
 @given(
-    widths=st.lists(st.sampled_from([4, 8, 16, 32]), min_size=1, max_size=8),
-    residual=st.booleans(),
-    hardware=st.sampled_from([GPU, SLOW_LINK, NO_LINK]),
-    share=st.floats(0.0, 1.0),
+    widths=st.lists(st.sampled_from([4, 8, 16, 32]), min_size=1, max_size=7),
+    shape=st.sampled_from(list(SHAPES)),
+    hardware=st.sampled_from([GPU, SLOW_LINK, NO_LINK, CPU_AND_DISK]),
+    share=st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 0.02, 0.1])),  # parks decide just above the least
 )
+@example(widths=[16, 32], shape="chain", hardware=SLOW_WAY_BACK, share=0.4)
+@example(widths=[16, 16, 16], shape="residual", hardware=SLOW_WAY_BACK, share=0.02)
+@example(widths=[32, 4, 4, 16, 8, 8, 8], shape="residual", hardware=SLOW_WAY_BACK, share=0.02)
 def test_no_policy_is_faster_than_auto_and_none_beats_the_bound(
-    widths: list[int], residual: bool, hardware: outgrow.Hardware, share: float
+    widths: list[int], shape: str, hardware: outgrow.Hardware, share: float
 ) -> None:
-    plans = plans_of(trace_of(tuple(widths), residual=residual), hardware, share)
+    plans = plans_of(SHAPES[shape](tuple(widths)), hardware, share)
     auto = plans["auto"].simulate()
-    bound = least_step_seconds(plans["auto"].problem)
+    problem = plans["auto"].problem
+    bound = max(least_step_seconds(problem), least_step_seconds(problem, 2.0))
     for plan in plans.values():
         prediction = plan.simulate()
         if prediction.feasible:
@@ -118,3 +164,24 @@ def test_auto_offloads_over_a_fast_link_and_recomputes_without_one() -> None:
     assert fast["offload"]["bytes"] > 0
     assert none["recompute"]["bytes"] > 0
     assert none["offload"]["bytes"] == 0
+
+
+def test_waits_are_what_a_stall_is_made_of() -> None:
+    plan = plans_of(skips_of((8, 16, 16)), SLOW_LINK, 0.05)["vdnn-all"]
+    prediction = plan.simulate()
+    assert prediction.stall_seconds > 0
+    assert sum(wait.seconds for wait in prediction.waits) == pytest.approx(prediction.stall_seconds)
+
+
+@pytest.mark.parametrize("policy", ["vdnn-all", "layrub", "lru"])
+def test_a_local_search_shortens_the_step_of_a_plan_that_waits(policy: str) -> None:
+    plan = plans_of(trace_of((16, 32, 32, 16), residual=True), SLOW_LINK, 0.3)[policy]
+
+    def rank(other: outgrow.Plan) -> tuple[bool, float, int]:
+        prediction = other.simulate()
+        return (not prediction.feasible, prediction.step_seconds, 0)
+
+    better = refined(plan, rank, tries=200)
+    assert rank(better) < rank(plan)
+    assert better.simulate().peak_bytes <= max(plan.budget_bytes, plan.simulate().peak_bytes)
+    assert refined(plan, rank, tries=0) is plan

@@ -187,6 +187,14 @@ def test_networks_with_skips_train_the_same(network: str, policy: Policy) -> Non
     assert_equal_to_plain(supervised(NETWORKS[network]), policy=policy, share=0.5)
 
 
+def test_what_is_parked_and_back_counts_as_kept() -> None:
+    make = supervised(Collect)
+    _, parked = train_in_session(make, 4, budget=1 << 30, policy=ParkAll())
+    _, kept = train_in_session(make, 4, budget=1 << 30, policy="keep")
+    assert parked[-1].offloaded_bytes > 0
+    assert parked[-1].kept_bytes == kept[-1].kept_bytes > 0
+
+
 def test_autocast() -> None:
     def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -363,7 +363,7 @@ class Session:
             measured_peak_bytes=peak,
             predicted_step_seconds=None if prediction is None else prediction.step_seconds,
             step_seconds=outcome.seconds,
-            kept_bytes=max(0, outcome.saved_bytes - away - outcome.recomputed_bytes),
+            kept_bytes=outcome.kept_bytes,
             offloaded_bytes=away,
             recomputed_bytes=outcome.recomputed_bytes,
             stall_seconds=outcome.stall_seconds,

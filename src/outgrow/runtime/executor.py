@@ -63,7 +63,8 @@ class StepOutcome:
     the dispatch mode was on, so that `peak_bytes` was measured; `blind` that a profiler of the user's hid what some
     ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside the true values,
     which takes time and memory that later steps will not take. `failure` is why a parked value could not come back.
-    `unseen_bytes` is the most that an allocator had given out beyond what the ledger sees.
+    `kept_bytes` are of saved values that stayed. `unseen_bytes` is the most that an allocator had given out beyond
+    what the ledger sees.
     """
 
     peak_bytes: int
@@ -73,7 +74,7 @@ class StepOutcome:
     planned_bytes: int
     evicted_bytes: int
     recomputed_bytes: int
-    saved_bytes: int
+    kept_bytes: int
     oom_retries: int
     fault_level: int
     watched: bool
@@ -207,7 +208,11 @@ class Executor:
             planned_bytes=self._pool.planned_bytes + self._parking.nbytes,
             evicted_bytes=self._pool.evicted_bytes,
             recomputed_bytes=self._recomputer.nbytes + self._parking.remade_nbytes,
-            saved_bytes=self._saved_bytes,
+            # Of saved values: what is parked may never have been saved, and is back before it would be missed.
+            kept_bytes=max(
+                0,
+                self._saved_bytes - self._pool.planned_bytes - self._pool.evicted_bytes - self._recomputer.nbytes,
+            ),
             oom_retries=self._pool.faults + unsaid,
             fault_level=self._pool.fault_level or (self._peak if unsaid else 0),
             watched=self._watched,
