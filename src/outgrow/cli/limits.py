@@ -15,6 +15,7 @@ from rich.table import Table
 from outgrow.cli.job import OptionError, make_job
 from outgrow.cli.options import Options
 from outgrow.cost.hardware import Hardware
+from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware
 from outgrow.networks import find
 from outgrow.planning.policies import find as find_policy
@@ -32,9 +33,12 @@ _DEPTHS: dict[str, Callable[[int], str]] = {
 }
 
 
-def limits(family: str, what: What, options: Options, hardware: str, as_json: bool) -> None:
-    """Find the limit, and print it: a table, or with `as_json` one line of JSON."""
-    device = find_hardware(hardware)
+def limits(family: str, what: What, options: Options, hardware: str | None, as_json: bool) -> None:
+    """Find the limit, and print it: a table, or with `as_json` one line of JSON.
+
+    `hardware` names the device; None is the machine at hand.
+    """
+    device = this_machine() if hardware is None else find_hardware(hardware)
     budget = parse_bytes(options.budget or "100%", total_bytes=device.memory_bytes)
     policy = find_policy(options.policy or "auto").name
     name_of, options = _members(family, what, options)

@@ -212,7 +212,7 @@ def doctor(
 def limits(
     family: opt.FamilyArgument,
     what: opt.What = "batch",
-    hardware: opt.LimitsHardware = "k40c",
+    hardware: opt.Hardware = None,
     budget: opt.LimitsBudget = None,
     policy: opt.Policy = None,
     batch: opt.Batch = 16,
@@ -224,8 +224,8 @@ def limits(
 ) -> None:
     """Find the deepest network or the largest batch that fits a device.
 
-    Fake traces and plans alone: nothing is trained, and the device need not
-    be here. Depths of thousands of layers take minutes.
+    Fake traces and plans alone: nothing is trained, and with --hardware the
+    device need not be here. Depths of thousands of layers take minutes.
     """
     from outgrow.cli.limits import limits as run_limits
 

@@ -170,10 +170,6 @@ Hardware = Annotated[
         show_default="this machine",
     ),
 ]
-LimitsHardware = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="The device, for example k40c or h200; 'outgrow doctor' lists them."),
-]
 LimitsBudget = Annotated[
     str | None,
     typer.Option(
