@@ -497,17 +497,23 @@ class _Walk:
                 entry.parked = True
                 self._free(value)
 
+    def _idle(self, nbytes: int) -> list[int]:
+        """The least recently used that may leave, until they are `nbytes`."""
+        found: list[int] = []
+        for value in self._recent:
+            if nbytes <= 0:
+                break
+            entry = self._entries[value]
+            if entry.resident and not entry.in_use and entry.held <= self._op:
+                found.append(value)
+                nbytes -= entry.nbytes
+        return found
+
     def _evict(self, need: int) -> None:
         while self._live + need > self._budget:
-            excess = self._live + need - self._budget
-            for value in list(self._recent):
-                if excess <= 0:
-                    break
+            for value in self._idle(self._live + need - self._budget):
                 entry = self._entries[value]
-                if not entry.resident or entry.in_use or entry.held > self._op:
-                    continue
                 self._wait_until(entry.arrives)  # fetched ahead of need, and now the room is needed more
-                excess -= entry.nbytes
                 if entry.copied:
                     self._free(value)
                 else:
