@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import outgrow
@@ -18,6 +17,7 @@ from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.options import Options
 from outgrow.cli.plot import Line, check_plot_path, draw
 from outgrow.cli.points import Curves, Pair, Point, measure, predict, steps_to_measure
+from outgrow.cli.progress import counting_bar
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware
@@ -118,17 +118,7 @@ def _check_what_workers_need(job: Job) -> None:
 def _work_out(
     job: Job, options: Options, pairs: Sequence[Pair], rounds: int | None, profile: Hardware | None
 ) -> tuple[Hardware, Curves, Curves | None]:
-    stderr = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-        console=stderr,
-        disable=not stderr.is_terminal,
-        transient=True,
-        refresh_per_second=4,  # drawing takes time from the steps
-    ) as progress:
+    with counting_bar(refresh_per_second=4) as progress:  # drawing takes time from the steps
         planning = progress.add_task("tracing", total=len(pairs))
 
         def planned(pair: Pair) -> None:

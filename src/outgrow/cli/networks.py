@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import nn
 
 import outgrow
 from outgrow.cli.job import costed, make_job
 from outgrow.cli.options import Options
+from outgrow.cli.progress import counting_bar
 from outgrow.networks import find, names
 from outgrow.tracing.liveness import plain_profile
 from outgrow.units import format_bytes
@@ -22,20 +22,11 @@ from outgrow.units import format_bytes
 def networks(chosen: Sequence[str], batch: int, as_json: bool) -> None:
     """Print the networks of these names, all of them if there are none."""
     known = [find(name).name for name in chosen or names()]
-    stderr = Console(stderr=True)
     rows = []
-    with Progress(
-        TextColumn("tracing {task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-        console=stderr,
-        disable=not stderr.is_terminal,
-        transient=True,
-    ) as progress:
+    with counting_bar() as progress:
         task = progress.add_task("", total=len(known))
         for name in known:
-            progress.update(task, description=name)
+            progress.update(task, description=f"tracing {name}")
             rows.append(measure(name, batch))
             progress.advance(task)
     if as_json:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from outgrow.cli.progress import counting_bar
 from outgrow.papers import figures_of
 from outgrow.papers.figure import Row, in_words
 from outgrow.papers.lab import Lab
@@ -18,17 +18,8 @@ from outgrow.papers.lab import Lab
 def paper(name: str, as_json: bool) -> None:
     """Work out all figures of one paper, and print them: a table, or with `as_json` one line of JSON."""
     figures = figures_of(name)
-    stderr = Console(stderr=True)
     rows: list[Row] = []
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-        console=stderr,
-        disable=not stderr.is_terminal,
-        transient=True,
-    ) as progress:
+    with counting_bar() as progress:
         task = progress.add_task(name, total=len(figures))
         lab = Lab(lambda what: progress.update(task, description=what))
         for figure in figures:

@@ -11,6 +11,7 @@ from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.profiles import find_hardware
 from outgrow.networks import Network, find
+from outgrow.papers.figure import Row, Unit
 from outgrow.papers.lean import lean
 from outgrow.planning.floor import least_budget
 from outgrow.planning.problem import Problem
@@ -91,6 +92,37 @@ class Lab:
             on_try=lambda blocks: self._on_step(f"ResNet under {policy}: {resnet_depth(blocks)} layers?"),
         )
         return None if found is None else replace(found, size=resnet_depth(found.size))
+
+
+def trains(
+    lab: Lab,
+    name: str,
+    batch: int,
+    device: str,
+    *,
+    claim: str,
+    source: str,
+    policy: str,
+    budget_bytes: int = TWELVE_GB,
+) -> Row:
+    """A figure that says that a network trains on 12 GB: the peaks, and what that costs."""
+    hardware = gpu(device)
+    trace = lab.trace(name, batch)
+    own = lab.run(trace, hardware, TWELVE_GB, policy)
+    auto = lab.run(trace, hardware, TWELVE_GB, "auto")
+    return Row(
+        claim=claim,
+        setting=f"{name}, batch {batch}, {device}, 12 GB, plain SGD",
+        unit=Unit.BYTES,
+        source=source,
+        policy=policy,
+        plain=lab.plain(trace, hardware).peak_bytes,
+        own=own.peak_bytes,
+        auto=auto.peak_bytes,
+        auto_samples_per_second=batch / auto.step_seconds,
+        fits=auto.feasible,
+        note=f"slower than with enough memory: {policy} {slower(own):.1%}, auto {slower(auto):.1%}",
+    )
 
 
 def resnet_depth(third_stage_blocks: int) -> int:

@@ -235,10 +235,11 @@ class BackHops(HopLane):
             self._last = self._streams.record(Stream.BACK)
 
 
-class OutLane:
-    """Copies away from the device, in the order in which they are asked for."""
+class StreamLane:
+    """Copies of one direction, in the order in which they are asked for."""
 
-    def __init__(self, streams: Streams, hops: Lane, readers: _Readers, waits: Waits) -> None:
+    def __init__(self, stream: Stream, streams: Streams, hops: Lane, readers: _Readers, waits: Waits) -> None:
+        self._stream = stream
         self._streams = streams
         self._hops = hops
         self._readers = readers
@@ -247,26 +248,35 @@ class OutLane:
         self._order = _Order()
 
     def submit(self, slot: Place, address: int) -> Copy:
-        """Ask for a copy of what the compute stream has written to memory at `address` by now."""
-        streams = self._streams
-        written = streams.record(Stream.COMPUTE)
+        """Ask for a copy of memory at `address`, which the compute stream has written, or allocated, by now."""
+        streams, stream = self._streams, self._stream
+        ready = streams.record(Stream.COMPUTE)
         if isinstance(slot, DiskPlace):
-            hop = HopCopy(slot, address, Stream.OUT, written, self._waits)
+            hop = HopCopy(slot, address, stream, ready, self._waits)
             self._hops.hand_over(hop)
             return hop
         assert isinstance(slot, HostPlace)
-        streams.wait(Stream.OUT, written)
-        for read in self._readers.of(slot):
-            streams.wait(Stream.OUT, read)
-        start = streams.record(Stream.OUT)
+        streams.wait(stream, ready)
+        self._begin(slot)
+        start = streams.record(stream)
         for first, host, nbytes in slot.pieces:
-            streams.to_host(Stream.OUT, host, address + first, nbytes)
-        end = streams.record(Stream.OUT)
+            self._move(host, address + first, nbytes)
+        end = streams.record(stream)
+        self._end(slot, end)
         self._speed.add(start, end, slot.nbytes)
         return StreamCopy(slot, address, end, self._order, self._waits)
 
+    def _begin(self, place: HostPlace) -> None:
+        """Wait for what else must be over before the pinned place is used."""
+
+    def _move(self, host: int, device: int, nbytes: int) -> None:
+        raise NotImplementedError
+
+    def _end(self, place: HostPlace, event: Event) -> None:
+        """Remember the mark after which the pinned place is used no more."""
+
     def bandwidth(self) -> float | None:
-        """Bytes per second to pinned memory; None before there were any worth measuring."""
+        """Bytes per second to or from pinned memory; None before there were any worth measuring."""
         return self._speed.bandwidth()
 
     def cost_per_byte(self) -> float | None:
@@ -274,42 +284,25 @@ class OutLane:
         return None
 
 
-class BackLane:
-    """Copies back to the device, in the order in which they are asked for."""
+class OutLane(StreamLane):
+    """Copies away from the device."""
 
-    def __init__(self, streams: Streams, hops: Lane, readers: _Readers, waits: Waits) -> None:
-        self._streams = streams
-        self._hops = hops
-        self._readers = readers
-        self._waits = waits
-        self._speed = _Speed(streams)
-        self._order = _Order()
+    def _begin(self, place: HostPlace) -> None:
+        for read in self._readers.of(place):
+            self._streams.wait(Stream.OUT, read)
 
-    def submit(self, slot: Place, address: int) -> Copy:
-        """Ask for a copy to memory at `address`, which was allocated on the compute stream by now."""
-        streams = self._streams
-        allocated = streams.record(Stream.COMPUTE)
-        if isinstance(slot, DiskPlace):
-            hop = HopCopy(slot, address, Stream.BACK, allocated, self._waits)
-            self._hops.hand_over(hop)
-            return hop
-        assert isinstance(slot, HostPlace)
-        streams.wait(Stream.BACK, allocated)
-        start = streams.record(Stream.BACK)
-        for first, host, nbytes in slot.pieces:
-            streams.to_device(Stream.BACK, address + first, host, nbytes)
-        end = streams.record(Stream.BACK)
-        self._readers.add(slot, end)
-        self._speed.add(start, end, slot.nbytes)
-        return StreamCopy(slot, address, end, self._order, self._waits)
+    def _move(self, host: int, device: int, nbytes: int) -> None:
+        self._streams.to_host(Stream.OUT, host, device, nbytes)
 
-    def bandwidth(self) -> float | None:
-        """Bytes per second from pinned memory; None before there were any worth measuring."""
-        return self._speed.bandwidth()
 
-    def cost_per_byte(self) -> float | None:
-        """None: copies have engines of their own."""
-        return None
+class BackLane(StreamLane):
+    """Copies back to the device."""
+
+    def _move(self, host: int, device: int, nbytes: int) -> None:
+        self._streams.to_device(Stream.BACK, device, host, nbytes)
+
+    def _end(self, place: HostPlace, event: Event) -> None:
+        self._readers.add(place, event)
 
 
 class CudaCopies:
@@ -324,8 +317,8 @@ class CudaCopies:
             BackHops("outgrow-hop-in", streams, spill, bounces[1]),
         )
         readers = _Readers()
-        self.out = OutLane(streams, self._hops[0], readers, self.waits)
-        self.back = BackLane(streams, self._hops[1], readers, self.waits)
+        self.out = OutLane(Stream.OUT, streams, self._hops[0], readers, self.waits)
+        self.back = BackLane(Stream.BACK, streams, self._hops[1], readers, self.waits)
 
     def close(self) -> None:
         """Finish all copies and end both threads. The host waits: the pinned memory may go after this."""
