@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 import outgrow
+from outgrow.cost.measure import processor_name
 
 
 def environment() -> dict[str, Any]:
     """The machine, the day and the versions."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -33,11 +34,3 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
     """Write figures as JSON; folders that are missing are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")

@@ -277,7 +277,7 @@ def test_what_was_measured_is_remembered_for_this_machine_alone(
     assert path.is_relative_to(own_cache)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     assert measure.remembered() == hardware == measure.this_machine()
-    monkeypatch.setattr(measure, "_processor", lambda: "another")
+    monkeypatch.setattr(measure, "processor_name", lambda: "another")
     assert measure.remembered() is None
     path.write_text("{}")
     assert measure.remembered() is None

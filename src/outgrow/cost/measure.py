@@ -188,14 +188,15 @@ def _profile_path() -> Path:
 def _machine() -> dict[str, Any]:
     """What a profile holds for: it is measured anew where any of this differs."""
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "torch": str(torch.__version__),
     }
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """What the system calls this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,0 +1,81 @@
+"""The papers' figures, worked out anew: as JSON for each paper, and as tables in Markdown.
+
+    python benchmarks/papers.py --output-dir benchmarks/results --tables docs/papers.md
+
+Nothing is trained and no GPU is needed; all four take an hour on one core. `--tables` alone is made anew from what is
+in the folder with `--paper none`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from environment import environment, write
+
+from outgrow.papers import figures_of, papers
+from outgrow.papers.figure import Row, Unit, in_words
+from outgrow.papers.lab import Lab
+
+_HEAD = """# The papers' figures
+
+Each figure of the four papers, and what our simulator makes of it on the paper's GPU: plain PyTorch, the paper's own
+policy (`outgrow/planning/policies/`), and `auto`. All from fake traces and the profiles of `outgrow doctor --json`:
+no GPU was at hand. What is quoted from memory is marked. `outgrow paper NAME` works a paper out anew; these tables are
+`benchmarks/papers.py`'s, from `benchmarks/results/paper-*.json`.
+"""
+
+
+def work_out(name: str, folder: Path) -> None:
+    """All figures of one paper; what is done is written after each."""
+    rows: list[dict[str, Any]] = []
+    lab = Lab()
+    for figure in figures_of(name):
+        for row in figure.work_out(lab):
+            rows.append(asdict(row))
+            numbers = (in_words(number, row.unit) or "-" for number in (row.reported, row.plain, row.own, row.auto))
+            print(f"{name}: {row.claim}, {row.setting}:", *numbers, flush=True)
+        write(folder / f"paper-{name}.json", {"environment": environment(), "paper": name, "rows": rows})
+
+
+def tables(folder: Path) -> Iterator[str]:
+    """The tables of all papers whose figures are in the folder."""
+    yield _HEAD
+    for name in papers():
+        path = folder / f"paper-{name}.json"
+        if path.exists():
+            document = json.loads(path.read_text())
+            yield f"\n## {name}\n\n"
+            yield "| figure | paper | plain | its policy | auto | samples/s | remarks |\n" + "|---" * 7 + "|\n"
+            yield from map(_line, document["rows"])
+
+
+def _line(document: Mapping[str, Any]) -> str:
+    row = Row(**{**document, "unit": Unit(document["unit"])})
+    numbers = [in_words(number, row.unit) for number in (row.reported, row.plain, row.own, row.auto)]
+    speed = "" if row.auto_samples_per_second is None else f"{row.auto_samples_per_second:.1f}"
+    remarks = "; ".join(filter(None, (row.source, row.note, "" if row.fits else "auto does not fit")))
+    cells = (f"{row.claim} ({row.unit}): {row.setting}; {row.policy}", *numbers, speed, remarks)
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
+
+
+def main() -> None:
+    """Work out what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"), help="where the JSON goes")
+    parser.add_argument("--paper", action="append", help=f"one of {', '.join(papers())}, or none; may be repeated")
+    parser.add_argument("--tables", type=Path, help="the Markdown file that gets the tables")
+    given = parser.parse_args()
+    for name in given.paper or papers():
+        if name != "none":
+            work_out(name, given.output_dir)
+    if given.tables is not None:
+        given.tables.write_text("".join(tables(given.output_dir)))
+
+
+if __name__ == "__main__":
+    main()
