@@ -25,8 +25,8 @@ _HEAD = """# The papers' figures
 
 Each figure of the four papers, and what our simulator makes of it on the paper's GPU: plain PyTorch, the paper's own
 policy (`outgrow/planning/policies/`), and `auto`. All from fake traces and the profiles of `outgrow doctor --json`:
-no GPU was at hand. What is quoted from memory is marked. `outgrow paper NAME` works a paper out anew; these tables are
-`benchmarks/papers.py`'s, from `benchmarks/results/paper-*.json`.
+no GPU was at hand. What is quoted from memory is marked. `outgrow paper NAME` works a paper out anew; these tables
+are `benchmarks/papers.py`'s, from `benchmarks/results/paper-*.json`.
 """
 
 
