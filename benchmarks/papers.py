@@ -24,9 +24,9 @@ from outgrow.papers.lab import Lab
 _HEAD = """# The papers' figures
 
 Each figure of the four papers, and what our simulator makes of it on the paper's GPU: plain PyTorch, the paper's own
-policy (`outgrow/planning/policies/`), and `auto`. All from fake traces and the profiles of `outgrow doctor --json`:
-no GPU was at hand. What is quoted from memory is marked. `outgrow paper NAME` works a paper out anew; these tables
-are `benchmarks/papers.py`'s, from `benchmarks/results/paper-*.json`.
+policy (`outgrow/planning/policies/`), and `auto`. All from fake traces and the profiles of `outgrow doctor --json`;
+nothing of it has run on a GPU. What is quoted from memory is marked. `outgrow paper NAME` works a paper out anew;
+these tables are `benchmarks/papers.py`'s, from `benchmarks/results/paper-*.json`.
 """
 
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import pytest
 import torch
 
+from outgrow.cost import measure
+
 TESTS = Path(__file__).parent
 
 # The tests run in two processes on two cores (`make test`): one thread each, or threads wait for each other.
@@ -73,6 +75,13 @@ def own_mounts(_mounting_works: bool) -> None:
     """Skips where a child may not mount file systems of its own."""
     if not _mounting_works:
         pytest.skip("this system lets nobody mount a file system in a namespace of its own")
+
+
+@pytest.fixture(autouse=True)
+def no_remembered_speeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `outgrow doctor` found on this machine is the user's: tests measure, as a new user would."""
+    if "own_cache" not in request.fixturenames:
+        monkeypatch.setattr(measure, "remembered", lambda: None)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
+from outgrow.errors import TraceMismatch
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import Problem
@@ -23,11 +24,17 @@ def plan(trace: Trace, *, budget: int | str, policy: str | Policy = "auto", hard
     Raises:
         InvalidBudget: the budget cannot be read.
         UnknownPolicy: there is no such policy.
+        TraceMismatch: the trace was measured on another kind of device.
     """
     maker = find(policy) if isinstance(policy, str) else policy
     if hardware is None:
         from outgrow.cost.measure import this_machine  # measuring needs torch, planning does not
 
         hardware = this_machine()
+    if trace.measured and not trace.device.startswith(hardware.device_type):
+        raise TraceMismatch(
+            f"this trace was measured on {trace.device}, and {hardware.name} is {hardware.device_type}: plan for "
+            "other devices from a fake trace (outgrow.trace(..., fake=True))"
+        )
     budget_bytes = parse_bytes(budget, total_bytes=hardware.memory_bytes)
     return maker.plan(Problem(estimate(trace, hardware), hardware, budget_bytes))

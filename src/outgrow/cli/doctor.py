@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
@@ -35,12 +36,16 @@ def doctor(spill_dir: Path | None, allow_tmpfs: bool, as_json: bool) -> None:
                 status.update(f"Measuring: {what}")
 
         hardware = measure_machine(spill_dir, allow_tmpfs=allow_tmpfs, on_step=measuring)
-    where, problem = _remembered(hardware)
+    if allow_tmpfs:
+        where, problem = None, "These speeds are not kept, as --allow-tmpfs may have measured memory for a disk."
+    else:
+        where, problem = _remembered(hardware)
     findings = _findings()
     if as_json:
         result: dict[str, Any] = {
             "hardware": hardware.to_document(),
             "remembered_in": where,
+            "problem": problem or None,
             "findings": findings,
             "devices": [
                 {"hardware": profile.hardware.to_document(), "sources": dict(profile.sources)}
@@ -53,7 +58,9 @@ def doctor(spill_dir: Path | None, allow_tmpfs: bool, as_json: bool) -> None:
     stdout.print(_speeds(hardware))
     stdout.print(_setup(findings))
     stdout.print(_devices())
-    stdout.print(f"Plans on this machine reckon with these speeds from now on ({where})." if where else problem)
+    threads = torch.get_num_threads()
+    kept = f"Plans on this machine, with {threads} threads, reckon with these speeds from now on ({where})."
+    stdout.print(escape(kept if where else problem))
 
 
 def _remembered(hardware: Hardware) -> tuple[str | None, str]:

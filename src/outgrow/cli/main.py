@@ -157,7 +157,7 @@ def compare(
     """Compare policies and budgets: what does each share of the memory cost in time?
 
     Every policy is planned for every budget, from one trace on a model of
-    this machine; no memory of the step is allocated. A pair that cannot work
+    this machine, or of --hardware; no memory of the step is allocated. A pair that cannot work
     is shown as such, with the least budget that would do.
 
     With --measure each pair also trains for real, in a process of its own

@@ -1,4 +1,4 @@
-"""The options of `outgrow train`, `plan` and `compare`, without torch so that `--help` is instant."""
+"""The options of the commands, without torch so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ PlanBudget = Annotated[
     str | None,
     typer.Option(
         help="The most memory that the step may take at any moment: bytes, a size such as 800MB or 1.5GiB, "
-        "or a share of this machine's memory such as 40%.",
+        "or a share of the device's memory such as 40%.",
         show_default="the plain step's peak",
     ),
 ]
@@ -179,7 +179,10 @@ LimitsBudget = Annotated[
 ]
 What = Annotated[
     Literal["depth", "batch"],
-    typer.Option(help="What grows: the depth of a family (resnet, vgg, gpt), or the batch of one network."),
+    typer.Option(
+        help="What grows, found to 1%: the depth of a family (resnet, vgg, gpt), or the batch of one network, where "
+        "--batch does not matter."
+    ),
 ]
 FamilyArgument = Annotated[
     str,

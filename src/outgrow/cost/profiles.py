@@ -20,6 +20,7 @@ from outgrow.errors import UnknownHardware
 _GB, _TERA = 1e9, 1e12
 _KERNEL_LAUNCH_SECONDS = 5e-6
 _COPY_LAUNCH_SECONDS = 1e-5
+_MOST_OF_A_PRODUCT = 0.85  # assumed; Winograd does not help a matrix product
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,6 @@ def _gpu(
     )
     return Profile(hardware, MappingProxyType(dict(sources)))
 
-
-_MOST_OF_A_PRODUCT = 0.85  # assumed; Winograd does not help a matrix product
 
 _DATA_SHEET = "NVIDIA's data sheet"
 _CNN_BENCHMARKS = "fitted to jcjohnson/cnn-benchmarks: VGG-16 and ResNet-18 to 152, batch 16, cuDNN 5"

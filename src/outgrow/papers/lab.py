@@ -117,7 +117,7 @@ def trains(
         source=source,
         policy=policy,
         plain=lab.plain(trace, hardware).peak_bytes,
-        own=own.peak_bytes,
+        own=own.peak_bytes if own.feasible else None,
         auto=auto.peak_bytes,
         auto_samples_per_second=batch / auto.step_seconds,
         fits=auto.feasible,

@@ -56,8 +56,8 @@ def _depth(lab: Lab) -> Sequence[Row]:
 
 
 def _resnet_2504(lab: Lab) -> Sequence[Row]:
-    source = "abstract: ResNet2500, batch not given there"
-    claim = "ResNet of 10,000 basic layers trains"
+    source = "abstract: ResNet2500, of 10,000 basic layers; batch not given there"
+    claim = "ResNet of about 2,500 layers trains"
     return (trains(lab, "resnet-2504", 16, "K40c", claim=claim, source=source, policy="superneurons"),)
 
 

@@ -58,7 +58,7 @@ def _vgg_16(device: str, reported: float, source: str, lab: Lab) -> Sequence[Row
             source=source,
             policy="vdnn-dyn",
             reported=reported,
-            own=slower(own),
+            own=slower(own) if own.feasible else None,
             auto=slower(auto),
             auto_samples_per_second=256 / auto.step_seconds,
             fits=auto.feasible,

@@ -25,13 +25,36 @@ def least_step_seconds(problem: Problem, search_seconds: float = 0.0) -> float:
     on while something is made anew. Parks cost their copies where an op would not fit otherwise, and nothing
     elsewhere. Infinite where even that does not fit.
     """
-    boundless = replace(problem, budget_bytes=_BOUNDLESS)
-    kept = make_plan("keep", boundless, (), reuses=reusable_ops(problem), evicts=False).simulate().curve
+    kept = _kept(problem, reusable_ops(problem))
     free, priced = _by_price(problem)
-    least = [level - parked for level, parked in zip(kept, _parked_at_most(problem, free), strict=True)]
+    unpriced = zip(_parked_at_most(problem, free), _away_again(problem), strict=True)
+    least = [level - parked - again for level, (parked, again) in zip(kept, unpriced, strict=True)]
     relaxation = Relaxation(problem, least, priced, optimistic=True)
     extra = relaxation.least_seconds(search_seconds) if search_seconds else relaxation.solve().seconds
     return problem.op_times[-1] + extra
+
+
+def _kept(problem: Problem, reuses: tuple[int, ...]) -> tuple[int, ...]:
+    """Live bytes at each op where nothing moves."""
+    boundless = replace(problem, budget_bytes=_BOUNDLESS)
+    return make_plan("keep", boundless, (), reuses=reuses, evicts=False).simulate().curve
+
+
+def _away_again(problem: Problem) -> list[int]:
+    """Bytes at each op of saved values that may be away at a time that the program knows nothing of.
+
+    It takes a value to be away once, before it is first wanted. The cache also sends away what is wanted a second
+    time, and what nobody wants.
+    """
+    change = [0] * (len(problem.trace.ops) + 1)
+    for item in problem.candidates:
+        leaves = max(item.held, problem.tick_ops[item.last_pack])
+        if leaves < problem.tick_ops[item.first_unpack]:
+            change[leaves] += item.nbytes
+            change[problem.tick_ops[item.first_unpack]] -= item.nbytes
+    known = accumulate(change[:-1])
+    levels = zip(_kept(problem, ()), known, needed_curve(problem), strict=True)
+    return [max(0, level - away - needed) for level, away, needed in levels]
 
 
 def _by_price(problem: Problem) -> tuple[list[Gap], list[Gap]]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from outgrow.planning.parks import Gap, gaps, park
 from outgrow.planning.plan import Plan
 from outgrow.planning.prefetch import dropped_early, may_be_dropped, with_prefetch
-from outgrow.planning.problem import Candidate, Problem
+from outgrow.planning.problem import Candidate
 from outgrow.planning.simulate import Wait
 
 # Waits shorter than this share of the step are let be.
@@ -31,7 +31,7 @@ _Rank = Callable[[Plan], tuple[bool, float, int]]
 
 def refined(plan: Plan, rank: _Rank, tries: int) -> Plan:
     """The plan, or a better one by `rank` that at most `tries` simulations find."""
-    search = _Search(plan.problem)
+    search = _Search(plan)
     left = tries
     while left > 0:
         better, used = search.better(plan, rank, left)
@@ -43,13 +43,21 @@ def refined(plan: Plan, rank: _Rank, tries: int) -> Plan:
 
 
 class _Search:
-    """What changes to plans of one problem are made of."""
+    """What changes to a plan are made of."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, plan: Plan) -> None:
+        """Where `plan` parks nothing, no change does: to watch for parked values costs time in every step.
+
+        Nor does any lend training state where the plan lends none: what a failing disk takes of that is lost.
+        """
+        self._problem = problem = plan.problem
         self._candidates = {item.value: item for item in problem.candidates}
-        self._gaps = [gap for gap in gaps(problem) if park(problem, gap) is not None]
-        self._last_tick = len(problem.trace.ticks) - 1
+        lends = any(problem.is_state(item.value) for item in plan.parks)
+        self._gaps = [
+            gap
+            for gap in (gaps(problem) if plan.parks else ())
+            if (lends or not gap.is_lent) and park(problem, gap) is not None
+        ]
 
     def better(self, plan: Plan, rank: _Rank, tries: int) -> tuple[Plan | None, int]:
         """The first change that helps, the longest waits first; and how many were tried."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +130,9 @@ class Relaxation:
 
         A branch and bound that takes `seconds` at most; what it has proved by then.
         """
+        relaxed = self.solve().seconds
+        if not self._items or not isfinite(relaxed):
+            return relaxed
         excess = np.maximum.reduceat(self._curve - self._problem.budget_bytes, self._moments)
         rows, columns = self._rows_within(excess)
         whole = np.zeros(columns.count)
@@ -144,7 +148,7 @@ class Relaxation:
             options={"time_limit": seconds, "mip_rel_gap": _WHOLE_GAP},
         )
         proved = getattr(answer, "mip_dual_bound", None)
-        return self.solve().seconds if proved is None else max(float(proved), self.solve().seconds)
+        return max(relaxed, float(proved)) if proved is not None and isfinite(proved) else relaxed
 
     def _rows_within(self, excess: NDArray[np.float64]) -> tuple[_Rows, _Columns]:
         """The rows with those of the budget: how far the plain step is over it, at the worst op of each moment."""
@@ -162,7 +166,9 @@ class Relaxation:
         leaves = max(item.held, ops[item.last_pack])
         recipe = self._problem.recipes.find(item.value) if may_be_dropped(self._problem, item) else None
         seconds = None if recipe is None else recipe.seconds
-        return _Item(item.nbytes, ops[item.first_pack], leaves, ops[item.first_unpack], seconds, item)
+        # A copy that a park began may serve.
+        saved = self._problem.trace.values[item.value].birth + 1 if self._optimistic else ops[item.first_pack]
+        return _Item(item.nbytes, saved, leaves, ops[item.first_unpack], seconds, item)
 
     def _parked_item(self, gap: Gap) -> _Item:
         first = gap.after_op + 1
@@ -276,13 +282,20 @@ class Relaxation:
         return sorted(found, key=lambda edge: (edge[1], self._items[edge[0]].wanted))
 
     def _add_sources(self, rows: _Rows, columns: _Columns, edges: Sequence[tuple[int, int]]) -> None:
-        """What a recipe starts from is back as soon as the recipe runs, and stays, unless it never left."""
+        """What a recipe starts from is back as soon as the recipe runs, and stays, unless it never left.
+
+        The lower bound lets it come once more instead, which may serve later readers as well.
+        """
+        twice: dict[int, _Terms] = {}
         for number, (reader, source) in enumerate(edges):
             away = [(columns.offloaded[source], 1.0), (columns.recomputed[source], 1.0)]
             there = [(columns.early[number], -1.0)]
             if self._optimistic:
-                there += [(columns.twice_made[number], -1.0), (columns.twice_copied[number], -1.0)]
-                rows.at_most(0.0, [(columns.twice_copied[number], 1.0), (columns.offloaded[source], -1.0)])
+                again = twice.setdefault(source, [])
+                again += [(columns.twice_made[number], -1.0), (columns.twice_copied[number], -1.0)]
+                there += again
+                moved = [(columns.offloaded[source], -1.0), (columns.recomputed[source], -1.0)]
+                rows.at_most(0.0, [(columns.twice_copied[number], 1.0), *moved])
             rows.at_most(1.0, [(columns.recomputed[reader], 1.0), *away, *there])
             if number and edges[number - 1][1] == source:
                 rows.at_most(0.0, [(columns.early[number - 1], 1.0), (columns.early[number], -1.0)])
@@ -347,7 +360,8 @@ class Relaxation:
             rows.at_most(0.0, [(columns.due[now], 1.0), (back, -1.0)])
             rows.at_most(0.0, [(columns.coming[now], 1.0), (columns.inside[now], -1.0)])
             rows.at_most(0.0, [(back, 1.0), (columns.inside[now], -1.0)])
-            rows.at_most(0.0, [(columns.ousted[now], 1.0), (gone, -1.0), (columns.over[now], -1.0)])
+            if not self._optimistic or self._worst[now] == self._crowded[now]:
+                rows.at_most(0.0, [(columns.ousted[now], 1.0), (gone, -1.0), (columns.over[now], -1.0)])
             rows.at_most(0.0, [(back, 1.0), (columns.welcome[now], -1.0)])
             rows.at_most(0.0, [(columns.inside[now], 1.0), (gone, -1.0)])
             for level, capacity, bandwidth in (
@@ -382,8 +396,8 @@ class Relaxation:
         begun: list[_Terms] = [[] for _ in range(moments + 1)]
         ended: list[_Terms] = [[] for _ in range(moments + 1)]
         first_wanted = {index: item.wanted for index, item in enumerate(self._items)}
-        for reader, source in self._sources:
-            first_wanted[source] = min(first_wanted[source], self._items[reader].wanted)
+        for reader, source in sorted(self._sources, key=lambda edge: self._items[edge[0]].wanted):
+            first_wanted[source] = min(first_wanted[source], first_wanted[reader])
         work = self._work(columns)
         shares = [
             *((columns.recomputed[index], index, first) for index, first in first_wanted.items()),

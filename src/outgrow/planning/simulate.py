@@ -23,7 +23,7 @@ from outgrow.tracing.liveness import average
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Time for which the device waits at op `op`, in seconds: for `value` to arrive, or for room (-1)."""
+    """Time for which the device waits at op `op`, in seconds: for `value` to arrive, or for others to leave (-1)."""
 
     op: int
     seconds: float

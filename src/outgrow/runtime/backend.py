@@ -46,4 +46,9 @@ def open_backend(
     places = HostTier(host_bytes, spill, pinned)
     streams = CudaStreams(device)
     copies = CudaCopies(streams, spill, places.bounces)
-    return Backend(CudaMemory(device, budget_bytes, ledger), places, copies, DeviceClock(streams, copies.waits))
+    try:
+        return Backend(CudaMemory(device, budget_bytes, ledger), places, copies, DeviceClock(streams, copies.waits))
+    except BaseException:
+        copies.close()
+        places.close()
+        raise

@@ -184,19 +184,19 @@ class Executor:
         try:
             with torch._C.DisableTorchFunction():
                 self._parking.end()
+            self._peak = max(self._peak, self._ledger.live_bytes)
+            seconds = time.perf_counter() - self._started
+            stall_seconds = self._pool.stall_seconds
+            recompute_seconds = self._recomputer.seconds + self._parking.remake_seconds
+            if self._clock is not None:
+                seconds, stall_seconds = self._clock.end(), self._clock.stall_seconds()
+                recompute_seconds = sum(self._clock.seconds(self._recomputer.spans))
+                if self._recorder is not None:
+                    self._recorder.set_times(self._clock.seconds(self._op_spans))
         except BaseException:
             self._close_stack()
             self._reset(None)
             raise
-        self._peak = max(self._peak, self._ledger.live_bytes)
-        seconds = time.perf_counter() - self._started
-        stall_seconds = self._pool.stall_seconds
-        recompute_seconds = self._recomputer.seconds + self._parking.remake_seconds
-        if self._clock is not None:
-            seconds, stall_seconds = self._clock.end(), self._clock.stall_seconds()
-            recompute_seconds = sum(self._clock.seconds(self._recomputer.spans))
-            if self._recorder is not None:
-                self._recorder.set_times(self._clock.seconds(self._op_spans))
         # Those that nobody raised went to a library, which did something else then.
         unsaid = max(0, self._memory.refusals() - self._pool.faults) if self._is_counted else 0
         self._close_stack()

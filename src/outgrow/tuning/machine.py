@@ -11,6 +11,7 @@ import torch
 
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import copy_speed, efficiency, op_overhead_seconds, product_speed
+from outgrow.errors import DeviceOutOfMemory
 from outgrow.networks import find
 from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.tiers.disk import SpillFile
@@ -34,10 +35,18 @@ def measure_machine(
 
     Raises:
         SpillError: the spill folder cannot be used.
+        DeviceOutOfMemory: there is too little memory to measure in.
     """
+    try:
+        return _measured(spill_dir, allow_tmpfs=allow_tmpfs, on_step=on_step)
+    except (RuntimeError, MemoryError) as error:
+        raise DeviceOutOfMemory(f"too little memory to measure in, it takes some 2 GiB: {error}") from error
+
+
+def _measured(spill_dir: str | Path | None, *, allow_tmpfs: bool, on_step: Callable[[str], None]) -> Hardware:
     on_step("matrix products")
     speed = product_speed(torch.float32, _PRODUCT_SIZE)
-    half = product_speed(torch.bfloat16, _PRODUCT_SIZE)
+    half = product_speed(torch.bfloat16)  # where a CPU has no units for it, it takes long
     on_step("memory")
     bandwidth = copy_speed(_COPY_BYTES)
     on_step("disk")
