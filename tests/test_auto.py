@@ -101,9 +101,9 @@ SHAPES: dict[str, Callable[[tuple[int, ...]], outgrow.Trace]] = {
 }
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
-    widths=st.lists(st.sampled_from([4, 8, 16, 32]), min_size=1, max_size=7),
+    widths=st.lists(st.sampled_from([4, 8, 16, 32]), min_size=1, max_size=6),
     shape=st.sampled_from(list(SHAPES)),
     hardware=st.sampled_from([GPU, SLOW_LINK, NO_LINK, CPU_AND_DISK]),
     share=st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 0.02, 0.1])),  # parks decide just above the least
@@ -117,7 +117,7 @@ def test_no_policy_is_faster_than_auto_and_none_beats_the_bound(
     plans = plans_of(SHAPES[shape](tuple(widths)), hardware, share)
     auto = plans["auto"].simulate()
     problem = plans["auto"].problem
-    bound = max(least_step_seconds(problem), least_step_seconds(problem, 2.0))
+    bound = max(least_step_seconds(problem), least_step_seconds(problem, 0.5))
     for plan in plans.values():
         prediction = plan.simulate()
         if prediction.feasible:

@@ -88,7 +88,7 @@ def _frames(problem: Problem) -> list[Plan]:
 def _refined(plan: Plan) -> Plan:
     """The plan, or a better one near it where the device waits."""
     prediction = plan.simulate()
-    if prediction.stall_seconds < _REFINED_STALL * prediction.step_seconds:
+    if not prediction.feasible or prediction.stall_seconds < _REFINED_STALL * prediction.step_seconds:
         return plan
     return refined(plan, _rank, min(_TRIES, _REFINED_OPS // max(1, len(plan.problem.trace.ops))))
 
