@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from outgrow.planning.floor import least_budget
 from outgrow.planning.parks import parks_for
 from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.policies.accudnn import AccUDNN
@@ -60,6 +61,8 @@ class Auto:
         keep = Keep().plan(problem)
         if keep.simulate().feasible:
             return _own(keep)
+        if least_budget(problem).bytes > problem.budget_bytes:  # no plan fits: nothing to search for
+            return _own(Lru().plan(problem))
         frame, *roomier = _frames(problem)
         if not frame.parks and frame.simulate().feasible:  # reuse is enough, and costs nothing
             return _own(frame)
