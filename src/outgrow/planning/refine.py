@@ -151,7 +151,7 @@ class _Search:
             yield self._keeping(plan, value)
         for parked in plan.parks:
             if parked.value == value:
-                yield self._made(plan, parks=tuple(other for other in plan.parks if other is not parked))
+                yield replace(plan, parks=tuple(other for other in plan.parks if other is not parked)).laid_out()
 
     def _coming_before(self, plan: Plan, wait: Wait) -> Iterator[int]:
         """Values whose copies back may have kept the lane busy, the latest first."""
@@ -209,24 +209,21 @@ class _Search:
         for gap in _best_first(idle, missing_bytes):
             parked_too = park(self._problem, gap)
             assert parked_too is not None, "these gaps can be parked in"
-            yield self._made(plan, parks=(*plan.parks, parked_too))
+            yield replace(plan, parks=(*plan.parks, parked_too)).laid_out()
 
     def _offloading(self, plan: Plan, item: Candidate) -> Plan:
-        return self._made(plan, offloads=(*plan.offloads, *with_prefetch(self._problem, (item,))))
+        return replace(plan, offloads=(*plan.offloads, *with_prefetch(self._problem, (item,)))).laid_out()
 
     def _dropping(self, plan: Plan, item: Candidate) -> Plan:
         plan = self._keeping(plan, item.value)
-        return self._made(plan, recomputes=(*plan.recomputes, *dropped_early(self._problem, (item,))))
+        return replace(plan, recomputes=(*plan.recomputes, *dropped_early(self._problem, (item,)))).laid_out()
 
     def _keeping(self, plan: Plan, value: int) -> Plan:
-        return self._made(
+        return replace(
             plan,
             offloads=tuple(item for item in plan.offloads if item.value != value),
             recomputes=tuple(item for item in plan.recomputes if item.value != value),
-        )
-
-    def _made(self, plan: Plan, **changes: object) -> Plan:
-        return replace(plan, **changes).laid_out()  # type: ignore[arg-type]
+        ).laid_out()
 
 
 def _best_first(items: Iterable[_Sized], missing_bytes: int) -> list[_Sized]:
