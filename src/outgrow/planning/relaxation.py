@@ -98,7 +98,8 @@ class Relaxation:
         self._items = [item for item in items if item.leaves < item.wanted]
         self._moments = self._cut()
         self._curve: NDArray[np.float64] = np.asarray(curve or [problem.base_bytes], dtype=np.float64)
-        self._worst = self._worst_ops(self._curve)
+        # Of each moment, the op where most is alive; and where most is when all that can be away is away.
+        self._worst, self._crowded = self._worst_ops(self._curve), self._worst_ops(self._least)
         self._ousted = self._find_ousted()
 
     def solve(self, budgets: Sequence[float] | None = None) -> Shares:
@@ -210,20 +211,23 @@ class Relaxation:
         start = times[item.wanted] - self._problem.hardware.copy_in_seconds(item.nbytes)
         return max(0, bisect_right(self._moments, bisect_right(times, start) - 1) - 1)
 
+    @cached_property
+    def _least(self) -> NDArray[np.float64]:
+        """Bytes alive at each op when all that can be away is away."""
+        change = np.zeros(len(self._curve) + 2)
+        for item in self._items:
+            change[item.leaves] -= item.nbytes
+            change[item.wanted] += item.nbytes
+        return self._curve + np.cumsum(change)[: len(self._curve)]
+
     def _find_ousted(self) -> dict[int, tuple[int, int]]:
         """Items that cannot be there at some moments: the first and the last of these, by the number of the item.
 
         A value's memory is there as a whole or not at all: where it has no room even when all that can be away is
         away, it has left before, and its copy back, all of it, begins after that.
         """
-        least = np.append(self._curve, 0.0)
-        change = np.zeros(len(least) + 1)
-        for item in self._items:
-            change[item.leaves] -= item.nbytes
-            change[item.wanted] += item.nbytes
-        crowding = least[:-1] + np.cumsum(change)[: len(self._curve)] - self._problem.budget_bytes
+        crowding = self._least - self._problem.budget_bytes
         worst = np.maximum.reduceat(crowding, self._moments)
-        self._crowded = self._worst_ops(crowding)
         found: dict[int, tuple[int, int]] = {}
         for index, item in enumerate(self._items):
             begin = bisect_left(self._moments, item.leaves)
