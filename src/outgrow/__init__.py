@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outgrow.errors import SessionError as SessionError
     from outgrow.errors import SpillError as SpillError
     from outgrow.errors import TraceMismatch as TraceMismatch
+    from outgrow.errors import TuningError as TuningError
     from outgrow.errors import UnknownHardware as UnknownHardware
     from outgrow.errors import UnknownNetwork as UnknownNetwork
     from outgrow.errors import UnknownPaper as UnknownPaper
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
     from outgrow.tracing.capture import TrainingStep as TrainingStep
     from outgrow.tracing.capture import trace as trace
     from outgrow.tracing.ir import Trace as Trace
+    from outgrow.tuning.answer import Candidate as Candidate
+    from outgrow.tuning.answer import Tuning as Tuning
+    from outgrow.tuning.noise import GradientNoise as GradientNoise
+    from outgrow.tuning.noise import NoiseScale as NoiseScale
+    from outgrow.tuning.tuner import tune as tune
 
 __version__ = "0.1.0"
 
@@ -42,9 +48,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "BudgetTooSmall": "errors",
     "DeviceOutOfMemory": "errors",
+    "Candidate": "tuning.answer",
+    "GradientNoise": "tuning.noise",
     "Hardware": "cost.hardware",
     "HostBudgetTooSmall": "errors",
     "InvalidBudget": "errors",
+    "NoiseScale": "tuning.noise",
     "OutgrowError": "errors",
     "Plan": "planning.plan",
     "Prediction": "planning.simulate",
@@ -55,6 +64,8 @@ _HOMES = {
     "Trace": "tracing.ir",
     "TraceMismatch": "errors",
     "TrainingStep": "tracing.capture",
+    "Tuning": "tuning.answer",
+    "TuningError": "errors",
     "UnknownHardware": "errors",
     "UnknownNetwork": "errors",
     "UnknownPaper": "errors",
@@ -64,6 +75,7 @@ _HOMES = {
     "plan": "api",
     "policies": "planning.policies",
     "trace": "tracing.capture",
+    "tune": "tuning.tuner",
 }
 
 __all__ = sorted(_HOMES)

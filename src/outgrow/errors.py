@@ -100,6 +100,10 @@ class TraceMismatch(OutgrowError, ValueError):
     """A plan or trace file that does not belong here: wrong format, or made for another trace."""
 
 
+class TuningError(OutgrowError, ValueError):
+    """A question to the tuner that has no answer: no samples, no parameters, a step that cannot be built."""
+
+
 class UnknownHardware(OutgrowError, ValueError):
     """No hardware profile has this name."""
 

@@ -36,7 +36,7 @@ from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger
 from outgrow.tracing.liveness import with_lasting_state
 from outgrow.tracing.recorder import ModuleNames, Recorder
-from outgrow.units import parse_bytes
+from outgrow.units import format_bytes, parse_bytes
 
 # After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
 _RECORDINGS_AFTER_DEPARTURE = 8
@@ -74,6 +74,7 @@ class Session:
         *,
         budget: int | str,
         policy: str | Policy = "auto",
+        plan: Plan | None = None,
         host_budget: int | str | None = None,
         spill_dir: str | Path | None = None,
         allow_tmpfs: bool = False,
@@ -87,6 +88,9 @@ class Session:
             budget: the most that live bytes may reach: bytes, or "8GiB", "800MB", "60%" (of the device's memory,
                 which is the machine's RAM where the model is on the CPU).
             policy: how plans are made: one of the names in `outgrow.policies()`, or a `Policy` of your own.
+            plan: what the first steps follow, made before (`outgrow.tune`, `Plan.load`) for this step and a budget
+                that is no larger. If it was made from a measured trace, nothing is recorded or searched for while
+                steps are as it says.
             host_budget: of a model on a GPU, the most pinned host memory that what leaves it may take, in the same
                 terms ("60%" is of the machine's RAM); default: half of the RAM that is free. What has no room there
                 goes to the disk.
@@ -100,7 +104,8 @@ class Session:
             HostBudgetTooSmall: the host budget does not even hold the buffers on the way to the disk.
             UnknownPolicy: there is no such policy.
             SpillError: the spill folder cannot be used.
-            SessionError: another session is open over this model, or there is a host budget for a model on the CPU.
+            SessionError: another session is open over this model, there is a host budget for a model on the CPU, or
+                the plan is for another budget or device.
             UnsupportedDevice: the model is neither on the CPU nor on one CUDA device.
         """
         self._closed = True  # until everything below has worked
@@ -112,6 +117,7 @@ class Session:
             raise SessionError(f"least_moved_bytes is {least_moved_bytes}: it must be 1 or more")
         host_bytes = _host_bytes(self._device, host_budget)
         self.budget_bytes = parse_bytes(budget, total_bytes=_memory_of(self._device))
+        _refuse_foreign_plan(plan, self.budget_bytes, self._device)
         self._policy = find(policy) if isinstance(policy, str) else policy
         self._planner = Planner(self._policy)
         self._refuse_second_session()
@@ -151,6 +157,8 @@ class Session:
         self._kinds: list[StepKind] = []
         self._expected: StepKind | None = None
         self._recordings_left = 1
+        if plan is not None:
+            self._expect(plan)
         self._steps = 0  # those that ended without an error
         self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
         self._in_step = False
@@ -299,6 +307,14 @@ class Session:
         self._summarise(followed, prediction, outcome)
 
     # --- learning ---
+
+    def _expect(self, plan: Plan) -> None:
+        """A plan is there before the first step: it is followed at once, and trusted as far as its trace is."""
+        measured = plan.problem.trace.measured
+        packs = tuple(item.nbytes for item in plan.problem.trace.saved)
+        self._expected = StepKind(packs, plan.laid_out(), measured, plan.simulate().peak_bytes, 0.0)
+        self._kinds = [self._expected]
+        self._recordings_left = 0 if measured else 1
 
     def _watch_out(self) -> None:
         """A step came that nobody knows: record the next few, and one as far ahead as the last such was ago."""
@@ -463,6 +479,20 @@ def _refuse_what_is_neither(models: Sequence[object], optimizers: Sequence[objec
             raise SessionError(
                 f"optimizer is {type(item).__name__}: give a torch.optim.Optimizer, not its parameters"
             )
+
+
+def _refuse_foreign_plan(plan: Plan | None, budget_bytes: int, device: torch.device) -> None:
+    if plan is None:
+        return
+    if plan.budget_bytes > budget_bytes:
+        raise SessionError(
+            f"the plan is for a budget of {format_bytes(plan.budget_bytes)}, and the session has"
+            f" {format_bytes(budget_bytes)}: raise the budget, or make a plan for it"
+        )
+    if not plan.problem.trace.device.startswith(device.type):
+        raise SessionError(
+            f"the plan is for a step on {plan.problem.trace.device}, and the model is on {device}: make a plan for it"
+        )
 
 
 def _device_of(models: Sequence[torch.nn.Module]) -> torch.device:

@@ -17,11 +17,11 @@ from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.options import Options
 from outgrow.cli.plot import Line, check_plot_path, draw
 from outgrow.cli.points import Curves, Pair, Point, measure, predict, steps_to_measure
-from outgrow.cli.progress import counting_bar
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware
 from outgrow.planning.policies import find as find_policy
+from outgrow.progress import counting_bar
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.units import format_bytes, format_seconds
 

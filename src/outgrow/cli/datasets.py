@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,21 @@ def open_data(data: str, network: Network, shape: Shape, seed: int) -> Iterator[
     return _folder(Path(data), network, shape, generator)
 
 
+def epoch_samples(data: str, network: Network, image_size: int) -> int | None:
+    """How many samples the data has; None if it has no end.
+
+    Raises:
+        DataError: as `open_data`.
+    """
+    if data == "synthetic":
+        return None
+    if data == "text":
+        return max(1, len(standard_library_text()) // image_size)
+    if data == "digits":
+        return len(_load_digits().images)
+    return len(_list_images(Path(data), network, network.classes)[0])
+
+
 def standard_library_text(cap: int = TEXT_CAP_BYTES) -> Tensor:
     """The source of Python's standard library, its top-level modules by name, as one uint8 tensor.
 
@@ -130,14 +146,18 @@ def _shuffled(count: int, batch: int, generator: torch.Generator) -> Iterator[Te
         waiting = waiting[batch:]
 
 
-def _digits(network: Network, shape: Shape, generator: torch.Generator) -> Iterator[Batch]:
+def _load_digits() -> Any:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError(
             '--data digits needs scikit-learn: pip install "outgrow[digits]", or use --data synthetic'
         ) from error
-    bunch = load_digits()
+    return load_digits()
+
+
+def _digits(network: Network, shape: Shape, generator: torch.Generator) -> Iterator[Batch]:
+    bunch = _load_digits()
     images = torch.from_numpy(bunch.images).float() / 16  # 1797 images of 8 x 8 pixels from 0 to 16
     labels = torch.from_numpy(bunch.target).long()
     count = int(labels.max()) + 1

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import outgrow
 from outgrow.cli.datasets import Batch, Shape, default_data, open_data
@@ -77,12 +79,22 @@ class Job:
         data, target = batch
         return (data.to(memory_format=torch.channels_last), target) if self.channels_last else batch
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
-        """One training step; returns the loss, detached."""
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, *batches: Batch) -> Tensor:
+        """One training step; returns the loss, detached. Gradients of several batches add up to their mean."""
+        losses = []
+        for batch in batches:
+            loss = self._loss(model, batch)
+            (loss if len(batches) == 1 else loss / len(batches)).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses[0] if len(batches) == 1 else torch.stack(losses).mean()
+
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         data, target = batch
         try:
             with self._autocast():
-                loss = self.network.loss(model(data), target)
+                return self.network.loss(model(data), target)
         except OutgrowError:
             raise
         except ValueError as error:  # batch norm, say, cannot take one sample of one pixel
@@ -90,10 +102,6 @@ class Job:
                 f"{self.network.name} cannot train on a batch of {self.shape.batch} at size "
                 f"{self.shape.image_size}: {error}"
             ) from error
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.dtype is torch.float32:
@@ -103,8 +111,20 @@ class Job:
     def make_step(self) -> outgrow.TrainingStep:
         """The step on synthetic data, everything built here: what `outgrow.trace` asks for."""
         model, optimizer = self.build()
-        batch = self._laid_out(self.network.sample(self.shape.batch, self.shape.image_size, self.shape.classes))
+        batch = self._sample()
         return outgrow.TrainingStep(model, optimizer, lambda: self.step(model, optimizer, batch))
+
+    def _sample(self) -> Batch:
+        return self._laid_out(self.network.sample(self.shape.batch, self.shape.image_size, self.shape.classes))
+
+    def sized_step(self, batch: int, accumulation: int = 1) -> outgrow.TrainingStep:
+        """The step with another batch, over the job's data: what `outgrow.tune` asks for."""
+        job = replace(self, shape=replace(self.shape, batch=batch))
+        model, optimizer = job.build()
+        batches = repeat(job._sample()) if _is_fake() else job.batches()
+        return outgrow.TrainingStep(
+            model, optimizer, lambda: job.step(model, optimizer, *islice(batches, accumulation))
+        )
 
     def untimed_trace(self) -> Trace:
         """The trace of one step, without allocating any of its memory, and without times."""
@@ -130,6 +150,11 @@ class Job:
         floor = least_budget(self.plan(trace, self.budget_bytes).problem)
         if self.budget_bytes < floor.bytes:
             raise BudgetTooSmall(self.budget_bytes, floor.bytes, floor.holders, trace.describe_op(floor.op))
+
+
+def _is_fake() -> bool:
+    """Whether tensors that are made now are fake: no data can be read into them."""
+    return isinstance(torch.empty(0), FakeTensor)
 
 
 def _use_channels_last(model: nn.Module) -> None:

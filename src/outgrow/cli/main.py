@@ -27,6 +27,8 @@ Examples:
   outgrow plan vgg-16 --batch 256 --budget 12GiB --hardware k40c
 
   outgrow limits resnet-152 --what batch --hardware k40c
+
+  outgrow tune resnet-50 --image-size 64 --budget 1GiB --lr 0.05
 """
 
 _EXIT_USAGE = 2
@@ -174,6 +176,45 @@ def compare(
         spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
     run_compare(given, budgets, policies, steps if measure else None, plot, hardware, as_json)
+
+
+@app.command()
+def tune(
+    network: opt.NetworkArgument,
+    budget: opt.TunedBudget,
+    data: opt.Data = None,
+    batch: opt.BaseBatch = 32,
+    image_size: opt.ImageSize = None,
+    objective: opt.Objective = "goodput",
+    noise_scale: opt.NoiseScale = None,
+    max_batch: opt.MaxBatch = None,
+    trials: opt.Trials = 4,
+    plot: opt.TuningPlot = None,
+    policy: opt.Policy = None,
+    optimizer: opt.Optimizer = "sgd",
+    momentum: opt.Momentum = None,
+    lr: opt.LearningRate = None,
+    dtype: opt.Dtype = "float32",
+    channels_last: opt.ChannelsLast = False,
+    spill_dir: opt.SpillDir = None,
+    allow_tmpfs: opt.AllowTmpfs = False,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+) -> None:
+    """Find the batch that is worth it under a budget, and its learning rate.
+
+    Every batch that fits is planned from fake traces; the base batch, a small
+    one and the best few train for some steps, which sets the estimates right
+    and shows how noisy gradients are. The answer was run, inside the budget.
+    """
+    _use_huge_pages()
+    from outgrow.cli.tune import tune as run_tune
+
+    given = opt.Options(
+        network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
+        spill_dir, allow_tmpfs, seed,
+    )  # fmt: skip
+    run_tune(given, objective, noise_scale, max_batch, trials, plot, as_json)
 
 
 @app.command()

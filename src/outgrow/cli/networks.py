@@ -13,8 +13,8 @@ from torch import nn
 import outgrow
 from outgrow.cli.job import costed, make_job
 from outgrow.cli.options import Options
-from outgrow.cli.progress import counting_bar
 from outgrow.networks import find, names
+from outgrow.progress import counting_bar
 from outgrow.tracing.liveness import plain_profile
 from outgrow.units import format_bytes
 

@@ -196,6 +196,50 @@ PaperArgument = Annotated[
     str,
     typer.Argument(metavar="PAPER", help="vdnn, superneurons, layrub or accudnn.", show_default=False),
 ]
+TunedBudget = Annotated[
+    str,
+    typer.Option(
+        help="The most memory that a step may take at any moment: bytes, a size such as 800MB or 1.5GiB, or a share "
+        "of this machine's memory such as 40%.",
+        show_default=False,
+    ),
+]
+BaseBatch = Annotated[
+    int,
+    typer.Option("--batch", min=1, help="The batch that --lr was chosen for; the rate for another follows from it."),
+]
+Objective = Annotated[
+    Literal["goodput", "throughput"],
+    typer.Option(
+        help="throughput: most samples per second. goodput: throughput times what a sample is still worth in a step "
+        "of that many, by the noise of gradients."
+    ),
+]
+NoiseScale = Annotated[
+    float | None,
+    typer.Option(
+        callback=_positive,
+        help="The gradient noise scale in samples, if it is known, for example 500.",
+        show_default="measured",
+    ),
+]
+MaxBatch = Annotated[
+    int | None, typer.Option(min=1, help="Look at no larger batch, for example 256.", show_default="what fits")
+]
+Trials = Annotated[
+    int,
+    typer.Option(min=1, help="Run so many of the best candidates for real, beyond the base batch and a small one."),
+]
+TuningPlot = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw samples per second against batch into this file: .png, .svg or .pdf. Needs matplotlib: "
+        'pip install "outgrow[plot]".',
+        show_default="no plot",
+    ),
+]
 SpillDir = Annotated[
     Path | None,
     typer.Option(

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from outgrow.cli.progress import counting_bar
 from outgrow.papers import figures_of
 from outgrow.papers.figure import Row, in_words
 from outgrow.papers.lab import Lab
+from outgrow.progress import counting_bar
 
 
 def paper(name: str, as_json: bool) -> None:

@@ -36,9 +36,10 @@ def largest(
     hardware: Hardware,
     policy: str,
     floors: MutableMapping[int, int] | None = None,
+    least: int = 1,
     on_try: Callable[[int], None] = lambda size: None,
 ) -> Limit | None:
-    """The largest size whose step `policy` keeps inside the budget; None if not even size 1 does.
+    """The largest size whose step `policy` keeps inside the budget; None if not even the least does.
 
     Args:
         trace_of: the fake trace of a step of some size (samples in a batch, blocks in a network): what it takes
@@ -47,6 +48,7 @@ def largest(
         hardware: the device.
         policy: the name of a policy. "keep" is a plain step.
         floors: least budgets by size, in bytes, that another policy's search on this device found; more are added.
+        least: the smallest size that there is.
         on_try: called with each size before it is traced.
     """
     floors = {} if floors is None else floors
@@ -70,20 +72,20 @@ def largest(
     def run(size: int) -> Prediction:
         return plan(traced(size), budget=budget_bytes, policy=policy, hardware=hardware).simulate()
 
-    bound = _last_below(need, budget_bytes)
+    bound = largest_within(need, budget_bytes, least)
     if bound is None:
         return None
     if policy in ("keep", "auto"):  # they get as far as anything does
-        return _step_back(run, bound)
-    return _narrowed(run, bound, budget_bytes)
+        return _step_back(run, bound, least)
+    return _narrowed(run, bound, budget_bytes, least)
 
 
-def _last_below(need: Callable[[int], int], budget_bytes: int) -> int | None:
+def largest_within(need: Callable[[int], int], budget_bytes: int, least: int) -> int | None:
     """The largest size with `need(size)` within the budget, for a need that grows almost in proportion to size.
 
     Regula falsi between a size that fits and one that does not, so that few sizes are tried.
     """
-    low, high = 1, 2
+    low, high = least, least + 1
     at_low = need(low)
     if at_low > budget_bytes:
         return None
@@ -111,8 +113,8 @@ def _last_below(need: Callable[[int], int], budget_bytes: int) -> int | None:
     return low
 
 
-def _step_back(run: Callable[[int], Prediction], size: int) -> Limit | None:
-    while size >= 1:
+def _step_back(run: Callable[[int], Prediction], size: int, least: int) -> Limit | None:
+    while size >= least:
         prediction = run(size)
         if prediction.feasible:
             return Limit(size, prediction)
@@ -120,9 +122,9 @@ def _step_back(run: Callable[[int], Prediction], size: int) -> Limit | None:
     return None
 
 
-def _narrowed(run: Callable[[int], Prediction], most: int, budget_bytes: int) -> Limit | None:
+def _narrowed(run: Callable[[int], Prediction], most: int, budget_bytes: int, least: int) -> Limit | None:
     """The largest size that fits, between nothing and `most`: first where a peak in proportion to size would be."""
-    low, high, best = 0, most + 1, None
+    low, high, best = least - 1, most + 1, None
     size = most
     while high - low > max(1, _RESOLUTION * low):
         prediction = run(size)

@@ -1,0 +1,175 @@
+"""Is the tuner right? Every batch that fits is really run, and its answer compared with that.
+
+    python benchmarks/tuning.py --output benchmarks/results/cpu-tuning.json
+
+For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Then all sizes that
+fit, powers of two and one and a half times those, train in processes of their own that take turns. Compared are what
+the tuner predicted of each size that it did not run with what is measured now, the throughput of its choice with the
+best, the largest batch that fits with plain PyTorch's, and the peak of 20 steps of its choice with the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from environment import environment, write
+
+from outgrow.cli.interleave import Setup, interleave
+from outgrow.cli.job import make_job
+from outgrow.cli.options import Options
+from outgrow.cost.hardware import Hardware
+from outgrow.cost.measure import this_machine
+from outgrow.tuning.limits import largest
+from outgrow.tuning.tuner import sizes_between
+from outgrow.units import parse_bytes
+
+# Batch 1 of a network with batch norm at this size still has several pixels at its end.
+_NETWORKS: Mapping[str, tuple[int, str]] = {
+    "resnet-50": (64, "600MB"),
+    "resnet-152": (64, "1200MB"),
+    "densenet-121": (64, "300MB"),
+    "gpt-12x384": (128, "600MB"),
+}
+_STEPS_OF_THE_CHOICE = 20
+_TRAINING_LIMIT_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Size:
+    """One batch: samples per second as predicted, in the tuner's own run of it, and as measured now."""
+
+    batch: int
+    predicted: float
+    run_by_tuner: float | None
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted / self.measured
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one network. Sizes in bytes; `best_share` is the choice's throughput over the best one's."""
+
+    network: str
+    image_size: int
+    budget_bytes: int
+    plain_batch: int
+    largest_batch: int
+    chosen_batch: int
+    best_batch: int
+    best_share: float
+    within_10_percent: int
+    sizes: tuple[Size, ...]
+    choice_peak_bytes: int
+    choice_oom_retries: int
+    tuning: Mapping[str, Any]
+
+
+def main() -> None:
+    given = _arguments()
+    device = this_machine()
+    results: list[Result] = []
+    for name in given.network or _NETWORKS:
+        results.append(_measure(name, given.rounds, device))
+        print(_in_words(results[-1]), flush=True)
+        write(given.output, {"environment": environment(), "results": [_with_ratios(result) for result in results]})
+
+
+def _measure(name: str, rounds: int, device: Hardware) -> Result:
+    image_size, budget = _NETWORKS[name]
+    options = Options(name, image_size=image_size, budget=budget)
+    answer = _command("tune", options, "--objective", "throughput", "--noise-scale", "1000")
+    batches = sizes_between(1, answer["largest_batch"])
+    predicted = {item["batch_size"]: item for item in answer["candidates"] if item["accumulation"] == 1}
+    runs = interleave(
+        [Setup(str(batch), replace(options, batch=batch, data="synthetic")) for batch in batches], rounds
+    )
+    sizes = tuple(
+        Size(
+            batch,
+            predicted[batch]["predicted_samples_per_second"],
+            predicted[batch]["measured_samples_per_second"],
+            batch / runs[str(batch)].seconds,
+        )
+        for batch in batches
+        if runs[str(batch)].failure is None and batch in predicted
+    )
+    for batch in batches:
+        failure = runs[str(batch)].failure
+        if failure is not None:
+            print(f"{name}, batch {batch}: {failure.message}", file=sys.stderr)
+    chosen = answer["batch_size"]
+    # Accumulation comes at the end of the list: a choice of several passes has no turn of its own, its run counts.
+    ours = next((size.measured for size in sizes if size.batch == chosen), answer["chosen"]["goodput"])
+    best = max(sizes, key=lambda size: size.measured)
+    trained = _command("train", replace(options, batch=answer["micro_batch"]), "--steps", str(_STEPS_OF_THE_CHOICE))
+    job = make_job(options)
+    budget_bytes = parse_bytes(budget)
+    plain = largest(
+        lambda size: make_job(replace(options, batch=size)).untimed_trace(),
+        budget_bytes=budget_bytes,
+        hardware=device,
+        policy="keep",
+    )
+    return Result(
+        network=name,
+        image_size=job.shape.image_size,
+        budget_bytes=budget_bytes,
+        plain_batch=0 if plain is None else plain.size,
+        largest_batch=answer["largest_batch"],
+        chosen_batch=chosen,
+        best_batch=best.batch,
+        best_share=ours / best.measured,
+        within_10_percent=sum(abs(size.ratio - 1) <= 0.10 for size in sizes),
+        sizes=sizes,
+        choice_peak_bytes=trained["highest_peak_bytes"],
+        choice_oom_retries=trained["oom_retries"],
+        tuning=answer,
+    )
+
+
+def _command(command: str, options: Options, *more: str) -> dict[str, Any]:
+    """What a command of ours answers, run in a process of its own."""
+    given = [options.network, "--image-size", str(options.image_size), "--budget", str(options.budget)]
+    if command == "train":
+        given += ["--batch", str(options.batch)]
+    arguments = [sys.executable, "-m", "outgrow.cli.main", command, *given, "--data", "synthetic", *more, "--json"]
+    done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True, timeout=_TRAINING_LIMIT_SECONDS)
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _with_ratios(result: Result) -> dict[str, Any]:
+    sizes = [asdict(size) | {"ratio": size.ratio} for size in result.sizes]
+    return asdict(result) | {"sizes": sizes}
+
+
+def _in_words(result: Result) -> str:
+    sizes = " ".join(f"{size.batch}:{size.ratio:.2f}" for size in result.sizes)
+    return (
+        f"{result.network}: chose {result.chosen_batch}, {result.best_share:.3f} of the best ({result.best_batch}); "
+        f"largest {result.largest_batch}, plain {result.plain_batch}; predicted / measured {sizes}; "
+        f"peak of its choice {result.choice_peak_bytes / result.budget_bytes:.3f} of the budget"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", action="append", choices=list(_NETWORKS), help="only this one; may be repeated")
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps of each batch")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cpu-tuning.json"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Runs a candidate for real: some steps inside the budget, and what they took."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from outgrow.planning.plan import Plan
+from outgrow.session import Session
+from outgrow.tracing.capture import TrainingStep
+
+# The first two steps are recorded, and the third proves recipes.
+_WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What every run is held to: the terms of a `Session`. `budget_bytes` is in bytes."""
+
+    budget_bytes: int
+    policy: str
+    spill_dir: Path | None = None
+    allow_tmpfs: bool = False
+
+    def open(self, made: TrainingStep, plan: Plan | None = None) -> Session:
+        """A session over what was made."""
+        return Session(
+            made.model,
+            made.optimizer,
+            budget=self.budget_bytes,
+            policy=self.policy,
+            plan=plan,
+            spill_dir=self.spill_dir,
+            allow_tmpfs=self.allow_tmpfs,
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What steps of one candidate took.
+
+    Attributes:
+        step_seconds: the median of the steps under the plan.
+        peak_bytes: the highest of all steps, the first one too.
+        plan: what the last step followed, with the trace and the device as they were measured.
+    """
+
+    step_seconds: float
+    peak_bytes: int
+    plan: Plan
+
+
+def run_trial(
+    make: Callable[[], TrainingStep],
+    terms: Terms,
+    steps: int,
+    *,
+    on_step: Callable[[], None] = lambda: None,
+    afterwards: Callable[[TrainingStep, Session], None] | None = None,
+) -> Trial:
+    """Build the step, run it a few times to settle and then `steps` times; everything is let go of at the end.
+
+    `on_step` is called after each step that counts; `afterwards` may do more with what was built.
+
+    Raises:
+        BudgetTooSmall, SpillError: see `Session`.
+    """
+    made = make()
+    seconds: list[float] = []
+    with terms.open(made) as session:
+        for index in range(_WARM_UP_STEPS + steps):
+            began = time.perf_counter()
+            with session.step():
+                made.step()
+            seconds.append(time.perf_counter() - began)
+            if index >= _WARM_UP_STEPS:
+                on_step()
+        plan = session.plan
+        peak = session.peak_bytes
+        if afterwards is not None:
+            afterwards(made, session)
+    assert plan is not None, "every step that was recorded has a plan"
+    del made
+    gc.collect()  # models hold themselves in cycles, and the next one needs the room
+    return Trial(median(seconds[_WARM_UP_STEPS:]), peak, plan)

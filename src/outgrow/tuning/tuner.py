@@ -1,0 +1,410 @@
+"""`outgrow.tune`: which batch is worth it under a budget, and which learning rate goes with it.
+
+After AccUDNN's hyperparameter tuner (arXiv 1901.06773, abstract): with a memory manager on, the largest batch is
+seldom the one that pays. Fake traces tell what a step takes at any batch, `auto` plans each candidate, a few are run
+for real to set the estimates right, and gradients show what more samples in a step are worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Literal, get_args
+
+import psutil
+from rich.progress import Progress, TaskID
+
+from outgrow.cost.estimate import estimate
+from outgrow.cost.measure import this_machine
+from outgrow.errors import BudgetTooSmall, TuningError
+from outgrow.learning import Planner
+from outgrow.planning.floor import least_budget
+from outgrow.planning.plan import Plan
+from outgrow.planning.policies import find
+from outgrow.planning.problem import Problem
+from outgrow.progress import counting_bar
+from outgrow.session import Session
+from outgrow.tracing.capture import TrainingStep
+from outgrow.tracing.ir import Kind, Phase, Trace
+from outgrow.tuning.answer import Candidate, Tuning
+from outgrow.tuning.builder import Builder, rates_of
+from outgrow.tuning.calibration import Calibration, Sample
+from outgrow.tuning.limits import largest_within
+from outgrow.tuning.noise import GradientNoise, NoiseScale, efficiency
+from outgrow.tuning.rates import rate_factor, warmup_steps
+from outgrow.tuning.scaling import StepFamily
+from outgrow.tuning.trial import Terms, Trial, run_trial
+from outgrow.units import parse_bytes
+
+Objective = Literal["goodput", "throughput"]
+
+# Gradients say little of the training before it has begun: so many steps are trained first, and then so many backward
+# passes are compared.
+_NOISE_STEPS, _NOISE_PASSES = 16, 16
+# The small end of the curve is looked at as well: a step of an eighth of the base batch costs little.
+_SMALL_SHARE = 8
+_MOST_PASSES = 16
+
+
+def tune(
+    make_step: Callable[..., TrainingStep],
+    *,
+    budget: int | str,
+    objective: Objective = "goodput",
+    base_batch: int = 32,
+    max_batch: int | None = None,
+    epoch_samples: int | None = None,
+    noise_scale: float | None = None,
+    policy: str = "auto",
+    trials: int = 4,
+    trial_steps: int = 5,
+    spill_dir: str | Path | None = None,
+    allow_tmpfs: bool = False,
+    progress: bool = True,
+) -> Tuning:
+    """Find the batch that is worth it under a budget, and the learning rate that goes with it.
+
+    Args:
+        make_step: called with a batch size; builds model, optimizer and data anew, and returns a `TrainingStep` whose
+            function runs one step on the next batch of that size. If it takes `accumulation` as well, the step makes
+            so many forward and backward passes of that size before its optimizer's, and dividing a batch is weighed.
+        budget: the most that live bytes may reach: bytes, or "8GiB", "60%" (of the machine's memory).
+        objective: "throughput" for most samples a second, "goodput" for most useful ones: throughput times what a
+            sample is still worth in a step of that many (Pollux, OSDI 2021).
+        base_batch: the batch, in samples, that the learning rates of make_step's optimizer were chosen for.
+        max_batch: no larger batch is looked at; default: what fits.
+        epoch_samples: samples in an epoch, for the length of the warm-up.
+        noise_scale: the gradient noise scale in samples where it is known (`GradientNoise` measures it in training);
+            `float("inf")` reckons with none. Default: it is measured, in some 30 steps of the base batch.
+        policy: how plans are made.
+        trials: how many candidates are run for real at most, beyond the base batch and a small one.
+        trial_steps: steps that count in each such run.
+        spill_dir: a folder on a disk for what is offloaded; default: the system's folder for temporary files.
+        allow_tmpfs: take a spill folder that is in RAM all the same.
+        progress: show a bar on standard error, where that is a terminal.
+
+    Returns:
+        The answer. All in it that is called measured was run; nothing of the models that were built for it stays.
+
+    Raises:
+        TuningError: an argument makes no sense, or make_step gives nothing that can be trained.
+        BudgetTooSmall: not even the smallest batch fits; with the least budget that does.
+        InvalidBudget, UnknownPolicy, SpillError: see `Session`.
+    """
+    _refuse_nonsense(objective, base_batch, max_batch, epoch_samples, noise_scale, trials, trial_steps)
+    terms = Terms(
+        parse_bytes(budget, total_bytes=psutil.virtual_memory().total),
+        find(policy).name,
+        None if spill_dir is None else Path(spill_dir),
+        allow_tmpfs,
+    )
+    with counting_bar() if progress else Progress(disable=True) as bar:
+        search = _Search(
+            Builder(make_step),
+            terms,
+            objective,
+            base_batch,
+            noise_scale,
+            trial_steps,
+            _Reporter(bar, bar.add_task("")),
+        )
+        search.survey(max_batch)
+        search.run_base()
+        search.run_best(trials)
+        return search.answer(epoch_samples)
+
+
+def _refuse_nonsense(
+    objective: str,
+    base_batch: int,
+    max_batch: int | None,
+    epoch_samples: int | None,
+    noise_scale: float | None,
+    trials: int,
+    trial_steps: int,
+) -> None:
+    if objective not in get_args(Objective):
+        raise TuningError(f"objective is {objective!r}: give one of {', '.join(get_args(Objective))}")
+    counts = {
+        "base_batch": base_batch,
+        "max_batch": max_batch,
+        "epoch_samples": epoch_samples,
+        "trials": trials,
+        "trial_steps": trial_steps,
+    }
+    for name, count in counts.items():
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise TuningError(f"{name} is {count!r}: it must be a whole number of 1 or more")
+    if noise_scale is not None and not noise_scale >= 0:  # a NaN fails every comparison
+        raise TuningError(f"noise_scale is {noise_scale}: it is a number of samples, 0 or more")
+
+
+def sizes_between(least: int, most: int) -> list[int]:
+    """Powers of two and one and a half times those, from `least` to `most`."""
+    found = {power * factor // 2 for power in (1 << bit for bit in range(most.bit_length() + 1)) for factor in (2, 3)}
+    return sorted(size for size in found if least <= size <= most)
+
+
+@dataclass(frozen=True)
+class _Reporter:
+    """Says what is done now. The whole is what is known to be left, and grows when more is."""
+
+    bar: Progress
+    task: TaskID
+
+    def expect(self, more: int) -> None:
+        total = self.bar.tasks[0].total or 0
+        self.bar.update(self.task, total=total + more)
+
+    def say(self, what: str) -> None:
+        self.bar.update(self.task, description=what)
+
+    def advance(self) -> None:
+        self.bar.advance(self.task)
+
+
+class _Search:
+    """One search, from the least batch to the answer."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        terms: Terms,
+        objective: Objective,
+        base_batch: int,
+        noise_samples: float | None,
+        trial_steps: int,
+        reporter: _Reporter,
+    ) -> None:
+        self._builder = builder
+        self._terms = terms
+        self._objective = objective
+        self._base = base_batch
+        self._noise: NoiseScale | None = None
+        self._noise_samples = noise_samples
+        self._trial_steps = trial_steps
+        self._reporter = reporter
+        self._hardware = this_machine()
+        self._calibration = Calibration(self._hardware)
+        self._planner = Planner(find(terms.policy))
+        self._family = StepFamily(builder.trace)
+        self._rates: tuple[float, ...] = ()
+        self._plans: dict[int, Plan] = {}  # of one pass, by its batch
+        self._trials: dict[tuple[int, int], Trial] = {}
+        self._predicted: dict[tuple[int, int], Candidate] = {}  # of what was run, as predicted before
+        self._failed: set[tuple[int, int]] = set()
+
+    # --- the parts of a search, in order ---
+
+    def survey(self, max_batch: int | None) -> None:
+        """Plan every batch that fits, from fake traces."""
+        self._reporter.say("tracing")
+        least = self._builder.least_batch()
+        if max_batch is not None and max_batch < least:
+            raise TuningError(f"max_batch is {max_batch}, and the network takes {least} samples at least")
+        budget = self._terms.budget_bytes
+        floor = least_budget(self._problem(least))
+        if floor.bytes > budget:
+            trace = self._family.at(least)
+            where = f"{trace.describe_op(floor.op)} with a batch of {least}"
+            raise BudgetTooSmall(budget, floor.bytes, floor.holders, where)
+        most = largest_within(lambda size: least_budget(self._problem(size)).bytes, budget, least) or least
+        most = most if max_batch is None else min(most, max_batch)
+        sizes = sorted({*sizes_between(least, most), most})
+        self._reporter.expect(len(sizes))
+        for size in sizes:
+            self._reporter.say(f"planning batch {size}")
+            self._plans[size] = self._planner.plan(self._problem(size))
+            self._reporter.advance()
+        if not any(plan.simulate().feasible for plan in self._plans.values()):
+            raise BudgetTooSmall(budget, floor.bytes, floor.holders)
+
+    def run_base(self) -> None:
+        """Run the base batch, or the nearest that fits, to learn how fast the machine is and what gradients show."""
+        feasible = [size for size, plan in self._plans.items() if plan.simulate().feasible]
+        base = max((size for size in feasible if size <= self._base), default=min(feasible))
+        if self._noise_samples is None:
+            self._run(
+                base, 1, steps=max(self._trial_steps, _NOISE_STEPS), afterwards=partial(self._measure_noise, base)
+            )
+            # Gradients that are all noise bound nothing.
+            self._noise_samples = inf if self._noise is None else self._noise.samples
+        else:
+            self._run(base, 1)
+        small = max((size for size in feasible if size <= base // _SMALL_SHARE), default=min(feasible))
+        if small != base:
+            self._run(small, 1)
+
+    def run_best(self, trials: int) -> None:
+        """Run what is best as far as is known, until that was run."""
+        for _ in range(trials):
+            best = max(self._candidates(), key=self._worth, default=None)
+            if best is None or (best.micro_batch, best.accumulation) in self._trials:
+                return
+            self._run(best.micro_batch, best.accumulation)
+
+    def answer(self, epoch_samples: int | None) -> Tuning:
+        """The best of what was run."""
+        candidates = sorted(self._all_candidates(), key=lambda item: (item.batch_size, item.accumulation))
+        run = [item for item in candidates if item.measured_step_seconds is not None]
+        if not run:
+            raise TuningError("no candidate could be run: see the errors above, or raise the budget")
+        chosen = max(run, key=self._worth)
+        factor = rate_factor(self._rule, chosen.batch_size, self._base, self._samples_of_noise)
+        return Tuning(
+            objective=self._objective,
+            budget_bytes=self._terms.budget_bytes,
+            chosen=chosen,
+            learning_rates=tuple(rate * factor for rate in self._rates),
+            base_batch=self._base,
+            base_rates=self._rates,
+            rule=self._rule,
+            warmup_steps=warmup_steps(factor, chosen.batch_size, self._base, epoch_samples),
+            noise=self._noise,
+            noise_samples=self._samples_of_noise,
+            largest_batch=max(item.batch_size for item in candidates if item.feasible and item.accumulation == 1),
+            plan=self._trials[chosen.micro_batch, chosen.accumulation].plan,
+            candidates=tuple(candidates),
+        )
+
+    # --- estimates ---
+
+    @property
+    def _samples_of_noise(self) -> float:
+        return inf if self._noise_samples is None else self._noise_samples
+
+    def _worth(self, candidate: Candidate) -> float:
+        return candidate.goodput if self._objective == "goodput" else candidate.samples_per_second
+
+    def _estimated(self, batch: int) -> Trace:
+        return estimate(self._family.at(batch), self._hardware)
+
+    def _problem(self, batch: int) -> Problem:
+        trace = self._calibration.corrected(batch, self._estimated(batch))
+        return Problem(trace, self._calibration.hardware, self._terms.budget_bytes)
+
+    def _candidates(self) -> Iterator[Candidate]:
+        return (item for item in self._all_candidates() if item.feasible)
+
+    def _all_candidates(self) -> Iterator[Candidate]:
+        """Each batch in one pass, and in several where that is predicted to be faster."""
+        for size in self._plans:
+            whole = self._candidate(size, 1)
+            yield whole
+            if not self._builder.accumulates:
+                continue
+            divided = [self._candidate(size // passes, passes) for passes in self._divisions(size)]
+            fits = [item for item in divided if item.feasible]
+            best = min(fits, key=lambda item: item.predicted_step_seconds, default=None)
+            if best is not None and best.predicted_step_seconds < whole.predicted_step_seconds:
+                yield best
+            yield from (
+                item for item in divided if item is not best and (item.micro_batch, item.accumulation) in self._trials
+            )
+
+    def _divisions(self, size: int) -> Iterator[int]:
+        for passes in range(2, _MOST_PASSES + 1):
+            if size % passes == 0 and size // passes in self._plans:
+                yield passes
+
+    def _candidate(self, micro_batch: int, passes: int) -> Candidate:
+        key = micro_batch, passes
+        known = self._predicted.get(key)
+        if known is None:
+            known = self._prediction(micro_batch, passes)
+        trial = self._trials.get(key)
+        batch = micro_batch * passes
+        return replace(
+            known,
+            feasible=known.feasible and key not in self._failed,
+            efficiency=efficiency(batch, self._base, self._samples_of_noise),
+            measured_peak_bytes=None if trial is None else trial.peak_bytes,
+            measured_step_seconds=None if trial is None else trial.step_seconds,
+        )
+
+    def _prediction(self, micro_batch: int, passes: int) -> Candidate:
+        """From the plan of one pass: the update comes once, and gradients stay from pass to pass."""
+        plan = self._plans[micro_batch]
+        prediction = plan.simulate()
+        trace = plan.problem.trace
+        update = sum(op.seconds for op in trace.ops if op.phase is Phase.UPDATE)
+        peak = prediction.peak_bytes
+        if passes > 1:
+            peak += sum(value.nbytes for value in trace.values if value.kind is Kind.PARAMETER)
+        return Candidate(
+            batch_size=micro_batch * passes,
+            micro_batch=micro_batch,
+            accumulation=passes,
+            feasible=prediction.feasible and peak <= self._terms.budget_bytes,
+            predicted_peak_bytes=peak,
+            predicted_step_seconds=passes * (prediction.step_seconds - update) + update,
+            offloaded_bytes=prediction.offloaded_bytes,
+            recomputed_bytes=sum(trace.values[item.value].nbytes for item in plan.recomputes),
+            efficiency=1.0,
+        )
+
+    # --- real runs ---
+
+    def _run(
+        self,
+        micro_batch: int,
+        passes: int,
+        steps: int | None = None,
+        afterwards: Callable[[TrainingStep, Session], None] | None = None,
+    ) -> None:
+        """Run a candidate and learn from it. One that does not fit after all is out of the race."""
+        key = micro_batch, passes
+        self._predicted[key] = self._prediction(micro_batch, passes)
+        steps = self._trial_steps if steps is None else steps
+        self._reporter.expect(steps)
+        self._reporter.say(f"running batch {micro_batch * passes}")
+        try:
+            trial = run_trial(
+                partial(self._make, micro_batch, passes),
+                self._terms,
+                steps,
+                on_step=self._reporter.advance,
+                afterwards=afterwards,
+            )
+        except BudgetTooSmall:
+            self._failed.add(key)
+            return
+        self._trials[key] = trial
+        if passes == 1:
+            problem = trial.plan.problem
+            sample = Sample(micro_batch, self._estimated(micro_batch), problem.trace)
+            self._calibration.learn(sample, problem.hardware)
+            self._correct()
+
+    def _make(self, micro_batch: int, passes: int) -> TrainingStep:
+        made = self._builder.make(micro_batch, passes)
+        self._rates, self._rule = rates_of(made)
+        return made
+
+    def _measure_noise(self, batch: int, made: TrainingStep, session: Session) -> None:
+        assert made.optimizer is not None, "the builder saw to it"
+        self._reporter.expect(_NOISE_PASSES)
+        self._reporter.say("measuring the noise of gradients")
+        noise = GradientNoise(made.optimizer, batch_size=batch)
+        try:
+            with noise.held():
+                for _ in range(_NOISE_PASSES):
+                    with session.step():
+                        made.step()
+                    self._reporter.advance()
+            self._noise = noise.scale
+        finally:
+            noise.close()
+
+    def _correct(self) -> None:
+        """Predict all plans anew, and make those anew that no longer fit."""
+        for size, plan in self._plans.items():
+            problem = self._problem(size)
+            corrected = replace(plan, problem=problem)
+            if plan.simulate().feasible and not corrected.simulate().feasible:
+                self._reporter.say(f"planning batch {size}")
+                corrected = self._planner.plan(problem)
+            self._plans[size] = corrected

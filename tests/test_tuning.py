@@ -1,0 +1,386 @@
+"""The tuner: what it knows of a step at any batch, what it answers, and what it says to nonsense."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import outgrow
+from outgrow.cli.main import run
+from outgrow.networks import find
+from outgrow.tuning.rates import Rule, rate_factor, rule_for, warmup_steps
+from outgrow.tuning.scaling import StepFamily
+from outgrow.tuning.steps import synthetic_step
+from outgrow.tuning.tuner import sizes_between
+from steps import digest
+
+INFINITE = float("inf")
+
+
+def trace_of(name: str, image_size: int, batch: int) -> outgrow.Trace:
+    return outgrow.trace(lambda: synthetic_step(find(name), batch, image_size))
+
+
+# --- a step as a function of its batch ---
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size"), [("resnet-18", 32), ("densenet-121", 32), ("gpt-2x64", 32), ("unet", 32)]
+)
+def test_two_traces_tell_all_others(name: str, image_size: int) -> None:
+    traced: list[int] = []
+
+    def trace_at(batch: int) -> outgrow.Trace:
+        traced.append(batch)
+        return trace_of(name, image_size, batch)
+
+    family = StepFamily(trace_at)
+    for batch in (3, 5, 16):
+        found, true = family.at(batch), trace_of(name, image_size, batch)
+        assert [value.nbytes for value in found.values] == [value.nbytes for value in true.values]
+        assert found.saved == true.saved
+        assert [op.flops for op in found.ops] == pytest.approx([op.flops for op in true.ops], rel=0.01)
+        assert [op.moved_bytes for op in found.ops] == [op.moved_bytes for op in true.ops]
+    assert set(traced) == {2, 4, 8}
+
+
+def test_a_step_that_compares_all_samples_with_all_is_traced_at_each_batch() -> None:
+    def trace_at(batch: int) -> outgrow.Trace:
+        def make() -> outgrow.TrainingStep:
+            model = torch.nn.Linear(16, 16)
+            data = torch.randn(batch, 16)
+
+            def step() -> None:
+                out = model(data)
+                (out @ out.T).logsumexp(1).sum().backward()  # as contrastive losses do
+
+            return outgrow.TrainingStep(model, torch.optim.SGD(model.parameters(), lr=0.1), step)
+
+        return outgrow.trace(make)
+
+    family = StepFamily(trace_at)
+    assert not family.is_straight
+    assert family.at(32) == trace_at(32)
+
+
+# --- learning rates ---
+
+
+def test_the_rule_is_the_optimizers() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    assert rule_for(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)) is Rule.LINEAR
+    for optimizer in (
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.NAdam,
+    ):
+        assert rule_for(optimizer(parameters, lr=0.1)) is Rule.SQUARE_ROOT
+
+
+@given(st.sampled_from(Rule), st.integers(1, 10**5), st.integers(1, 10**5), st.floats(0, 1e7))
+def test_rates_follow_the_batch_and_saturate_at_the_noise_scale(
+    rule: Rule, batch: int, base: int, noise: float
+) -> None:
+    factor = rate_factor(rule, batch, base, noise)
+    power = 1 if rule is Rule.LINEAR else 0.5
+    assert factor <= max(1.0, (batch / base) ** power) * (1 + 1e-9)
+    assert factor <= (1 + noise / base) ** power * (1 + 1e-9)
+    assert rate_factor(rule, base, base, noise) == pytest.approx(1)
+    assert rate_factor(rule, 2 * batch, base, noise) >= factor * (1 - 1e-12)
+    assert rate_factor(rule, batch, base, INFINITE) == pytest.approx((batch / base) ** power)
+    steps = warmup_steps(factor, batch, base, 10_000)
+    assert steps == (0 if factor <= 1 else -(-50_000 // batch))
+
+
+def test_the_scheduler_climbs_from_the_base_rates_to_the_new_ones(small_answer: outgrow.Tuning) -> None:
+    model = torch.nn.Linear(4, 4)
+    answer = small_answer
+    optimizer = torch.optim.SGD(model.parameters(), lr=answer.base_rates[0], momentum=0.9)
+    scheduler = answer.scheduler(optimizer)
+    assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+    rates = []
+    for _ in range(answer.warmup_steps + 2):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[-1] == pytest.approx(answer.learning_rate)
+    if answer.warmup_steps:
+        assert rates[0] == pytest.approx(answer.base_rates[0])
+        assert rates == sorted(rates)
+    with pytest.raises(outgrow.TuningError, match="parameter groups"):
+        answer.scheduler(torch.optim.SGD([{"params": [item]} for item in model.parameters()], lr=0.1))
+
+
+# --- the search ---
+
+
+@given(st.integers(1, 500), st.integers(1, 5000))
+def test_sizes_are_powers_of_two_and_one_and_a_half_times_those(least: int, most: int) -> None:
+    found = sizes_between(least, most)
+    wanted = [
+        size
+        for size in range(least, most + 1)
+        if size & (size - 1) == 0 or (size % 3 == 0 and (size // 3) & (size // 3 - 1) == 0)
+    ]
+    assert found == wanted
+
+
+def make_mlp(batch: int, accumulation: int = 1, *, width: int = 256, seed: int = 0) -> outgrow.TrainingStep:
+    """A step over random samples, new ones each time; its losses are kept in `step.losses`."""
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    generator = None
+
+    def step() -> None:
+        nonlocal generator
+        generator = generator or torch.Generator().manual_seed(seed)
+        for _ in range(accumulation):
+            x = torch.randn(batch, width, generator=generator) if not fake() else torch.randn(batch, width)
+            loss = model(x).square().mean() / accumulation
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return outgrow.TrainingStep(model, optimizer, step)
+
+
+def fake() -> bool:
+    return type(torch.empty(0)) is not torch.Tensor
+
+
+def make_mlp_whole(batch: int) -> outgrow.TrainingStep:
+    return make_mlp(batch)
+
+
+# The state takes some 4.2 MB, a sample some 14 kB.
+SMALL_BUDGET = 8_000_000
+
+
+@pytest.fixture(scope="module")
+def small_answer() -> outgrow.Tuning:
+    return outgrow.tune(
+        make_mlp_whole, budget=SMALL_BUDGET, objective="throughput", base_batch=16, noise_scale=1e4, epoch_samples=999
+    )
+
+
+def test_the_answer_was_run_inside_the_budget(small_answer: outgrow.Tuning) -> None:
+    chosen = small_answer.chosen
+    assert chosen in small_answer.candidates
+    assert chosen.measured_peak_bytes is not None
+    assert chosen.measured_peak_bytes <= SMALL_BUDGET
+    assert small_answer.batch_size <= small_answer.largest_batch
+    run = [item for item in small_answer.candidates if item.measured_step_seconds is not None]
+    assert len(run) >= 3
+    assert chosen.samples_per_second == max(item.samples_per_second for item in run)
+    assert (
+        not any(
+            item.predicted_samples_per_second > chosen.samples_per_second and item.feasible
+            for item in small_answer.candidates
+            if item not in run
+        )
+        or len(run) == 6
+    )
+
+
+def test_every_size_that_fits_is_a_candidate(small_answer: outgrow.Tuning) -> None:
+    sizes = [item.batch_size for item in small_answer.candidates]
+    assert set(sizes_between(1, small_answer.largest_batch)) <= set(sizes)
+    assert sizes == sorted(sizes)
+    assert all(item.predicted_peak_bytes <= SMALL_BUDGET for item in small_answer.candidates if item.feasible)
+
+
+def test_the_rate_goes_with_the_batch(small_answer: outgrow.Tuning) -> None:
+    factor = rate_factor(Rule.LINEAR, small_answer.batch_size, 16, 1e4)
+    assert small_answer.rule is Rule.LINEAR
+    assert "Goyal" in small_answer.rule.source
+    assert small_answer.learning_rates == (pytest.approx(0.01 * factor),)
+    assert small_answer.warmup_steps == warmup_steps(factor, small_answer.batch_size, 16, 999)
+
+
+def test_its_plan_is_followed_from_the_first_step(small_answer: outgrow.Tuning) -> None:
+    plain, managed = (make_mlp(small_answer.micro_batch, seed=3) for _ in range(2))
+    for _ in range(4):
+        plain.step()
+    with outgrow.Session(managed.model, managed.optimizer, budget=SMALL_BUDGET, plan=small_answer.plan) as session:
+        assert session.plan is not None
+        for _ in range(4):
+            with session.step():
+                managed.step()
+            assert session.summary().predicted_peak_bytes is not None, "the step followed a plan"
+            assert session.summary().measured_peak_bytes <= SMALL_BUDGET
+            assert session.summary().replans == 0
+    assert digest([plain.model], [plain.optimizer]) == digest([managed.model], [managed.optimizer])
+
+
+def test_a_plan_of_another_step_costs_nothing_but_time(small_answer: outgrow.Tuning) -> None:
+    plain, managed = (make_mlp(small_answer.micro_batch + 3, seed=3) for _ in range(2))
+    for _ in range(4):
+        plain.step()
+    with outgrow.Session(
+        managed.model, managed.optimizer, budget=2 * SMALL_BUDGET, plan=small_answer.plan
+    ) as session:
+        for _ in range(4):
+            with session.step():
+                managed.step()
+    assert digest([plain.model], [plain.optimizer]) == digest([managed.model], [managed.optimizer])
+
+
+def test_a_plan_from_a_fake_trace_is_followed_while_the_step_is_recorded() -> None:
+    plan = outgrow.plan(outgrow.trace(partial(make_mlp, 128)), budget=SMALL_BUDGET)
+    plain, managed = (make_mlp(128, seed=3) for _ in range(2))
+    for _ in range(4):
+        plain.step()
+    with outgrow.Session(managed.model, managed.optimizer, budget=SMALL_BUDGET, plan=plan) as session:
+        for _ in range(4):
+            with session.step():
+                managed.step()
+        assert session.plan is not None
+        assert session.plan.problem.trace.measured
+    assert digest([plain.model], [plain.optimizer]) == digest([managed.model], [managed.optimizer])
+
+
+def test_a_plan_for_a_larger_budget_is_refused(small_answer: outgrow.Tuning) -> None:
+    made = make_mlp(16)
+    with pytest.raises(outgrow.SessionError, match="raise the budget"):
+        outgrow.Session(made.model, made.optimizer, budget=SMALL_BUDGET - 1, plan=small_answer.plan)
+
+
+def test_goodput_asks_the_gradients() -> None:
+    answer = outgrow.tune(make_mlp_whole, budget=SMALL_BUDGET, base_batch=16, trials=2, trial_steps=2)
+    assert answer.noise is not None
+    assert answer.noise_samples == answer.noise.samples
+    base = next(item for item in answer.candidates if item.batch_size == 16)
+    assert base.efficiency == 1
+    assert [item.efficiency for item in answer.candidates] == sorted(
+        (item.efficiency for item in answer.candidates), reverse=True
+    )
+
+
+def test_a_step_may_be_divided_where_the_function_knows_how() -> None:
+    answer = outgrow.tune(
+        make_mlp,
+        budget=5_000_000,
+        objective="throughput",
+        base_batch=32,
+        noise_scale=INFINITE,
+        trials=2,
+        trial_steps=2,
+    )
+    divided = [item for item in answer.candidates if item.accumulation > 1]
+    assert divided
+    assert all(item.micro_batch * item.accumulation == item.batch_size for item in divided)
+    assert answer.chosen.measured_peak_bytes is not None
+    assert answer.chosen.measured_peak_bytes <= 5_000_000
+
+
+def test_the_answer_is_plain_data_and_a_picture(small_answer: outgrow.Tuning, tmp_path: Path) -> None:
+    document = json.loads(json.dumps(small_answer.to_document()))
+    assert document["batch_size"] == small_answer.batch_size
+    assert len(document["candidates"]) == len(small_answer.candidates)
+    assert f"{small_answer.batch_size}" in str(small_answer)
+    small_answer.plot(tmp_path / "answer.png")
+    assert (tmp_path / "answer.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(outgrow.TuningError, match="cannot be written"):
+        small_answer.plot(tmp_path / "nowhere" / "answer.png")
+
+
+# --- nonsense ---
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"base_batch": 0}, "base_batch is 0: it must be a whole number of 1 or more"),
+        ({"base_batch": 1.5}, "base_batch is 1.5"),
+        ({"max_batch": -1}, "max_batch is -1"),
+        ({"trials": 0}, "trials is 0"),
+        ({"noise_scale": float("nan")}, "noise_scale is nan"),
+        ({"objective": "speed"}, "goodput, throughput"),
+    ],
+)
+def test_nonsense_is_refused_at_once(options: dict[str, object], says: str) -> None:
+    with pytest.raises(outgrow.TuningError, match=says):
+        outgrow.tune(make_mlp_whole, budget="1GB", **options)
+
+
+def test_a_budget_below_one_sample_names_the_least_one() -> None:
+    with pytest.raises(outgrow.BudgetTooSmall, match="the least budget is") as caught:
+        outgrow.tune(make_mlp_whole, budget=1_000_000)
+    least = caught.value.least_bytes
+    answer = outgrow.tune(
+        make_mlp_whole,
+        budget=int(least * 1.05),
+        objective="throughput",
+        noise_scale=INFINITE,
+        trials=1,
+        trial_steps=1,
+    )
+    assert answer.batch_size >= 1
+
+
+def no_optimizer(batch: int) -> outgrow.TrainingStep:
+    return make_mlp(batch)._replace(optimizer=None)
+
+
+def frozen(batch: int) -> outgrow.TrainingStep:
+    made = make_mlp(batch)
+    parameter = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    return made._replace(optimizer=torch.optim.SGD([parameter], lr=0.1))
+
+
+def broken(batch: int) -> outgrow.TrainingStep:
+    raise KeyError("data")
+
+
+def nothing(batch: int) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("make_step", "says"),
+    [
+        (no_optimizer, "gives no optimizer"),
+        (frozen, "no parameter that is trained"),
+        (broken, r"make_step\(1\) failed: KeyError"),
+        (nothing, "must give an outgrow.TrainingStep"),
+        (3, "give a function of the batch size"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(make_step: object, says: str) -> None:
+    with pytest.raises(outgrow.TuningError, match=says):
+        outgrow.tune(make_step, budget="1GB")
+
+
+# --- the command ---
+
+
+def test_the_command_answers_in_json_and_draws(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "outgrow.cli.main", "tune", "gpt-2x64", "--image-size", "32", "--budget", "6MB"),
+        *("--batch", "8", "--objective", "throughput", "--noise-scale", "1000", "--trials", "1", "--json"),
+        *("--plot", str(tmp_path / "tune.png"), "--spill-dir", str(tmp_path)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["chosen"]["measured_peak_bytes"] <= 6_000_000
+    assert answer["network"] == "gpt-2x64"
+    assert [path.name for path in tmp_path.iterdir()] == ["tune.png"]
+    assert "noise scale" in done.stderr
+
+
+def test_the_command_says_what_budget_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tune", "gpt-2x64", "--image-size", "32", "--budget", "100KB"]) == 2
+    assert "the least budget is" in capsys.readouterr().err
+    assert run(["tune", "gpt-2x64"]) == 2
+    assert "--budget" in capsys.readouterr().err
