@@ -22,7 +22,6 @@ from environment import environment, write
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import outgrow
@@ -144,27 +143,20 @@ def make_step(task: Task, batch: int, accumulation: int = 1, *, seed: int = 0) -
     torch.manual_seed(seed)
     model = task.build().train()
     optimizer = task.optimizer(model)
-    if isinstance(torch.empty(0), FakeTensor):
-        network_batch = _fake_batch(task, batch)
-        stream: Iterator[Batch] = iter(lambda: network_batch, None)
-    else:
-        stream = task.batches(batch, seed)
 
-    def step() -> None:
-        for _ in range(accumulation):
-            data, target = next(stream)
+    def step(drawn: list[Batch]) -> None:
+        for data, target in drawn:
             loss = task.loss(model(data), target)
             (loss if accumulation == 1 else loss / accumulation).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return outgrow.TrainingStep(model, optimizer, step)
+    def batches() -> Iterator[list[Batch]]:
+        stream = task.batches(batch, seed)
+        while True:
+            yield [next(stream) for _ in range(accumulation)]
 
-
-def _fake_batch(task: Task, batch: int) -> Batch:
-    if task.name.startswith("gpt"):
-        return torch.zeros(batch, 64, dtype=torch.long), torch.zeros(batch, 64, dtype=torch.long)
-    return torch.zeros(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.long)
+    return outgrow.TrainingStep(model, optimizer, step, batches())
 
 
 def race(task: Task, batch: int, passes: int, seed: int, budget: int, answer: outgrow.Tuning | None) -> Race:
@@ -180,9 +172,10 @@ def race(task: Task, batch: int, passes: int, seed: int, budget: int, answer: ou
     score = 0.0
     with outgrow.Session(made.model, made.optimizer, budget=budget, plan=plan) as session:
         while samples < task.most_samples:
+            step = made.drawn()
             began = time.perf_counter()
             with session.step():
-                made.step()
+                step()
             if scheduler is not None:
                 scheduler.step()
             times.append(time.perf_counter() - began)

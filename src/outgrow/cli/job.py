@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import outgrow
 from outgrow.cli.datasets import Batch, Shape, default_data, open_data
@@ -121,10 +120,13 @@ class Job:
         """The step with another batch, over the job's data: what `outgrow.tune` asks for."""
         job = replace(self, shape=replace(self.shape, batch=batch))
         model, optimizer = job.build()
-        batches = repeat(job._sample()) if _is_fake() else job.batches()
-        return outgrow.TrainingStep(
-            model, optimizer, lambda: job.step(model, optimizer, *islice(batches, accumulation))
-        )
+
+        def batches() -> Iterator[tuple[Batch, ...]]:
+            stream = job.batches()  # when the first is drawn: tensors that are made before may be fake
+            while True:
+                yield tuple(islice(stream, accumulation))
+
+        return outgrow.TrainingStep(model, optimizer, lambda drawn: job.step(model, optimizer, *drawn), batches())
 
     def untimed_trace(self) -> Trace:
         """The trace of one step, without allocating any of its memory, and without times."""
@@ -150,11 +152,6 @@ class Job:
         floor = least_budget(self.plan(trace, self.budget_bytes).problem)
         if self.budget_bytes < floor.bytes:
             raise BudgetTooSmall(self.budget_bytes, floor.bytes, floor.holders, trace.describe_op(floor.op))
-
-
-def _is_fake() -> bool:
-    """Whether tensors that are made now are fake: no data can be read into them."""
-    return isinstance(torch.empty(0), FakeTensor)
 
 
 def _use_channels_last(model: nn.Module) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outgrow.errors import TraceMismatch
 from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpTable, outputs_of, tensors_in
@@ -19,11 +21,31 @@ from outgrow.tracing.recorder import ModuleNames, Recorder
 
 
 class TrainingStep(NamedTuple):
-    """A model, its optimizer (or None, or several of either) and a function that runs one step on them."""
+    """A model, its optimizer (or None, or several of either) and a function that runs one step on them.
+
+    With `batches`, each step is called with the next of those: what draws them, and the data set that they are drawn
+    from, is then no part of the step. Without, it is called with nothing.
+    """
 
     model: torch.nn.Module | Sequence[torch.nn.Module]
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-    step: Callable[[], object]
+    step: Callable[..., object]
+    batches: Iterator[Any] | None = None
+
+    def drawn(self) -> Callable[[], object]:
+        """The next step, with its batch drawn; of real data, where fake tensors are on.
+
+        Raises:
+            TraceMismatch: there is no other batch.
+        """
+        if self.batches is None:
+            return self.step
+        with unset_fake_temporarily():
+            try:
+                batch = next(self.batches)
+            except StopIteration:
+                raise TraceMismatch("the batches ended: give an iterator that goes on as long as steps do") from None
+        return partial(self.step, batch)
 
 
 def trace(make_step: Callable[[], TrainingStep], *, fake: bool = True) -> Trace:
@@ -47,8 +69,8 @@ def trace(make_step: Callable[[], TrainingStep], *, fake: bool = True) -> Trace:
         if fake:
             _make_optimizer_state(optimizers)
         else:
-            made.step()
-        return _record(made.step, models, optimizers, measured=not fake)
+            made.drawn()()
+        return _record(made.drawn(), models, optimizers, measured=not fake)
 
 
 def as_sequence(item: Any) -> tuple[Any, ...]:

@@ -54,6 +54,15 @@ class Trial:
     plan: Plan
 
 
+def run_step(made: TrainingStep, session: Session) -> float:
+    """Run the next step in a session; its time in seconds, without that of drawing its batch."""
+    step = made.drawn()
+    began = time.perf_counter()
+    with session.step():
+        step()
+    return time.perf_counter() - began
+
+
 def run_trial(
     make: Callable[[], TrainingStep],
     terms: Terms,
@@ -73,10 +82,7 @@ def run_trial(
     seconds: list[float] = []
     with terms.open(made) as session:
         for index in range(_WARM_UP_STEPS + steps):
-            began = time.perf_counter()
-            with session.step():
-                made.step()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(run_step(made, session))
             if index >= _WARM_UP_STEPS:
                 on_step()
         plan = session.plan

@@ -36,7 +36,7 @@ from outgrow.tuning.limits import largest_within
 from outgrow.tuning.noise import GradientNoise, NoiseScale, efficiency
 from outgrow.tuning.rates import rate_factor, warmup_steps
 from outgrow.tuning.scaling import StepFamily
-from outgrow.tuning.trial import Terms, Trial, run_trial
+from outgrow.tuning.trial import Terms, Trial, run_step, run_trial
 from outgrow.units import parse_bytes
 
 Objective = Literal["goodput", "throughput"]
@@ -69,8 +69,9 @@ def tune(
 
     Args:
         make_step: called with a batch size; builds model, optimizer and data anew, and returns a `TrainingStep` whose
-            function runs one step on the next batch of that size. If it takes `accumulation` as well, the step makes
-            so many forward and backward passes of that size before its optimizer's, and dividing a batch is weighed.
+            function runs one step, best on batches of that size that it is called with (`TrainingStep.batches`). If
+            it takes `accumulation` as well, the step makes so many forward and backward passes of that size before
+            its optimizer's, and dividing a batch is weighed.
         budget: the most that live bytes may reach: bytes, or "8GiB", "60%" (of the machine's memory).
         objective: "throughput" for most samples a second, "goodput" for most useful ones: throughput times what a
             sample is still worth in a step of that many (Pollux, OSDI 2021).
@@ -196,6 +197,7 @@ class _Search:
         self._trials: dict[tuple[int, int], Trial] = {}
         self._predicted: dict[tuple[int, int], Candidate] = {}  # of what was run, as predicted before
         self._failed: set[tuple[int, int]] = set()
+        self._failures: list[BudgetTooSmall] = []
 
     # --- the parts of a search, in order ---
 
@@ -251,7 +253,7 @@ class _Search:
         candidates = sorted(self._all_candidates(), key=lambda item: (item.batch_size, item.accumulation))
         run = [item for item in candidates if item.measured_step_seconds is not None]
         if not run:
-            raise TuningError("no candidate could be run: see the errors above, or raise the budget")
+            raise self._failures[0]
         chosen = max(run, key=self._worth)
         factor = rate_factor(self._rule, chosen.batch_size, self._base, self._samples_of_noise)
         return Tuning(
@@ -369,8 +371,9 @@ class _Search:
                 on_step=self._reporter.advance,
                 afterwards=afterwards,
             )
-        except BudgetTooSmall:
+        except BudgetTooSmall as error:
             self._failed.add(key)
+            self._failures.append(error)
             return
         self._trials[key] = trial
         if passes == 1:
@@ -392,8 +395,7 @@ class _Search:
         try:
             with noise.held():
                 for _ in range(_NOISE_PASSES):
-                    with session.step():
-                        made.step()
+                    run_step(made, session)
                     self._reporter.advance()
             self._noise = noise.scale
         finally:
