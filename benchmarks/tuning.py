@@ -3,7 +3,7 @@
     python benchmarks/tuning.py --output benchmarks/results/cpu-tuning.json
 
 For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Then all sizes that
-fit, powers of two and one and a half times those, train in processes of their own that take turns. Compared are what
+fit, powers of two and one and a half times those, up to --max-batch, train in processes of their own that take turns. Compared are what
 the tuner predicted of each size that it did not run with what is measured now, the throughput of its choice with the
 best, the largest batch that fits with plain PyTorch's, and the peak of 20 steps of its choice with the budget.
 """
@@ -26,16 +26,17 @@ from outgrow.cli.job import make_job
 from outgrow.cli.options import Options
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
+from outgrow.tracing.ir import Trace
 from outgrow.tuning.limits import largest
 from outgrow.tuning.tuner import sizes_between
 from outgrow.units import parse_bytes
 
 # Batch 1 of a network with batch norm at this size still has several pixels at its end.
 _NETWORKS: Mapping[str, tuple[int, str]] = {
-    "resnet-50": (64, "600MB"),
-    "resnet-152": (64, "1200MB"),
-    "densenet-121": (64, "300MB"),
-    "gpt-12x384": (128, "600MB"),
+    "resnet-50": (64, "345MB"),
+    "resnet-152": (64, "780MB"),
+    "densenet-121": (64, "130MB"),
+    "gpt-12x384": (128, "340MB"),
 }
 _STEPS_OF_THE_CHOICE = 20
 _TRAINING_LIMIT_SECONDS = 3600
@@ -80,15 +81,16 @@ def main() -> None:
     device = this_machine()
     results: list[Result] = []
     for name in given.network or _NETWORKS:
-        results.append(_measure(name, given.rounds, device))
+        results.append(_measure(name, given.rounds, given.max_batch, device))
         print(_in_words(results[-1]), flush=True)
         write(given.output, {"environment": environment(), "results": [_with_ratios(result) for result in results]})
 
 
-def _measure(name: str, rounds: int, device: Hardware) -> Result:
+def _measure(name: str, rounds: int, max_batch: int, device: Hardware) -> Result:
     image_size, budget = _NETWORKS[name]
     options = Options(name, image_size=image_size, budget=budget)
-    answer = _command("tune", options, "--objective", "throughput", "--noise-scale", "1000")
+    limit = ("--max-batch", str(max_batch))
+    answer = _command("tune", options, "--objective", "throughput", "--noise-scale", "1000", *limit)
     batches = sizes_between(1, answer["largest_batch"])
     predicted = {item["batch_size"]: item for item in answer["candidates"] if item["accumulation"] == 1}
     runs = interleave(
@@ -115,18 +117,18 @@ def _measure(name: str, rounds: int, device: Hardware) -> Result:
     trained = _command("train", replace(options, batch=answer["micro_batch"]), "--steps", str(_STEPS_OF_THE_CHOICE))
     job = make_job(options)
     budget_bytes = parse_bytes(budget)
-    plain = largest(
-        lambda size: make_job(replace(options, batch=size)).untimed_trace(),
-        budget_bytes=budget_bytes,
-        hardware=device,
-        policy="keep",
-    )
+
+    def trace_of(size: int) -> Trace:
+        return make_job(replace(options, batch=size)).untimed_trace()
+
+    plain = largest(trace_of, budget_bytes=budget_bytes, hardware=device, policy="keep")
+    most = largest(trace_of, budget_bytes=budget_bytes, hardware=device, policy="auto")
     return Result(
         network=name,
         image_size=job.shape.image_size,
         budget_bytes=budget_bytes,
         plain_batch=0 if plain is None else plain.size,
-        largest_batch=answer["largest_batch"],
+        largest_batch=0 if most is None else most.size,
         chosen_batch=chosen,
         best_batch=best.batch,
         best_share=ours / best.measured,
@@ -167,6 +169,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", action="append", choices=list(_NETWORKS), help="only this one; may be repeated")
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each batch")
+    parser.add_argument("--max-batch", type=int, default=64, help="the largest batch that is looked at and run")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cpu-tuning.json"))
     return parser.parse_args()
 

@@ -57,12 +57,12 @@ def tune(
 
 def _table(job: Job, answer: Tuning) -> Table:
     table = Table(title=f"{job.network.name}, budget {format_bytes(answer.budget_bytes)}")
-    for name in ("batch", "peak", "step", "samples/s", "run", "peak, run", "a sample's worth", "goodput"):
-        table.add_column(name, justify="right")
+    for name in ("batch", "peak", "step", "samples/s", "run", "worth", "goodput"):
+        table.add_column(name, justify="right", no_wrap=True)
     for item in answer.candidates:
         is_chosen = (item.micro_batch, item.accumulation) == (answer.micro_batch, answer.accumulation)
         table.add_row(*_row(item), style="bold green" if is_chosen else "" if item.feasible else "dim")
-    table.caption = "peak, step, samples/s: predicted before a batch was run"
+    table.caption = "peak, step, samples/s: as predicted; run: samples/s as measured; worth: that of one sample"
     return table
 
 
@@ -71,15 +71,14 @@ def _row(item: Candidate) -> tuple[str, ...]:
     if item.accumulation > 1:
         batch += f" = {item.accumulation} x {item.micro_batch}"
     if not item.feasible:
-        return batch, f"{format_bytes(item.predicted_peak_bytes)}, does not fit", "", "", "", "", "", ""
-    run, peak = item.measured_samples_per_second, item.measured_peak_bytes
+        return batch, format_bytes(item.predicted_peak_bytes), "does not fit", "", "", "", ""
+    run = item.measured_samples_per_second
     return (
         batch,
         format_bytes(item.predicted_peak_bytes),
         format_seconds(item.predicted_step_seconds),
         f"{item.predicted_samples_per_second:.1f}",
         "" if run is None else f"{run:.1f}",
-        "" if peak is None else format_bytes(peak),
         f"{item.efficiency:.2f}",
         f"{item.goodput:.1f}",
     )
