@@ -3,8 +3,8 @@
     python benchmarks/tuning.py --output benchmarks/results/cpu-tuning.json
 
 For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Then all sizes that
-fit, powers of two and one and a half times those, up to --max-batch, train in processes of their own that take turns. Compared are what
-the tuner predicted of each size that it did not run with what is measured now, the throughput of its choice with the
+fit, powers of two and one and a half times those, up to --max-batch, train in processes of their own that take turns.
+Compared are what the tuner predicted of each size with what is measured now, the throughput of its choice with the
 best, the largest batch that fits with plain PyTorch's, and the peak of 20 steps of its choice with the budget.
 """
 
