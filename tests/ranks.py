@@ -254,7 +254,8 @@ def bucket_accounting(view: bool) -> dict[str, int]:
         sizes[bucket.index()] = storage.nbytes()
         return allreduce_hook(distributed.group.WORLD, bucket)
 
-    model = DistributedDataParallel(SmallResNet(), bucket_cap_mb=0.25, gradient_as_bucket_view=view)
+    options = {"bucket_cap_mb": 0.25, "gradient_as_bucket_view": view, "broadcast_buffers": False}
+    model = DistributedDataParallel(SmallResNet(), **options)
     model.register_comm_hook(None, hook)
     parameters = sum(item.untyped_storage().nbytes() for item in [*model.parameters(), *model.buffers()])
     with outgrow.Session(model, budget=UNBOUNDED, policy="keep") as session:

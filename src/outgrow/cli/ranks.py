@@ -164,7 +164,7 @@ def _failure(last_words: SimpleQueue[_LastWords], failures: Mapping[int, Any]) -
         rank, name = next(iter(killed.items()))
         return RankFailed(f"rank {rank} was ended by {name}; the others were ended too")
     if said:
-        return RankFailed(f"rank {said[0].rank} lost another one, which was killed: {said[0].message}")
+        return RankFailed(f"rank {said[0].rank} lost another one, which ended without a word: {said[0].message}")
     rank, failure = next(iter(failures.items()))
     return RankFailed(f"rank {rank} ended with exit code {failure.exitcode}")
 
