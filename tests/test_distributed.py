@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 # What issue 5 asks for: one rank's end is the others' too within a minute.
 END_SECONDS = 60
-TINY_GPT = ("gpt-2x64", "--batch", "2", "--image-size", "32", "--seed", "3")
+TINY_GPT = ("gpt-2x64", "--batch", "8", "--image-size", "64", "--seed", "3")  # 9 MB at its plain peak
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -66,7 +66,7 @@ def test_the_budget_binds_and_is_held_in_each_rank(found: list[dict[str, Any]], 
 
 
 def test_the_ranks_see_samples_of_their_own(found: list[dict[str, Any]]) -> None:
-    first, second = of_ranks(found, "auto")
+    first, second = of_ranks(found, "vdnn-all")
     assert first["ours"]["losses"] != second["ours"]["losses"]
 
 
@@ -87,48 +87,49 @@ def test_a_batch_twice_as_large_exchanges_half_as_often(found: list[dict[str, An
 # --- what cannot be shared ---
 
 
-def refusal(kind: str) -> list[str]:
-    """Runs in a child: the class and the message of what a session says to a model that is sharded."""
+def refusals() -> dict[str, list[str]]:
+    """Runs in a child: the class and the message of what a session says to models that are sharded, by kind."""
     import torch
     from torch import distributed, nn
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import distribute_tensor
 
     import outgrow
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    if kind == "fully_shard":
-        from torch.distributed.device_mesh import init_device_mesh
+    mesh = init_device_mesh("cpu", (1,))
 
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    elif kind == "inside":
-        from torch.distributed.device_mesh import init_device_mesh
+    def plain() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
-        fully_shard(model[1], mesh=init_device_mesh("cpu", (1,)))
-    else:
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    said = ["nothing", ""]
-    try:
-        outgrow.Session(model, budget="1GiB")
-    except outgrow.OutgrowError as error:
-        said = [type(error).__name__, str(error)]
+    inside, tensors = plain(), plain()
+    fully_shard(inside[1], mesh=mesh)
+    tensors[0].weight = nn.Parameter(distribute_tensor(tensors[0].weight.detach(), mesh))
+    models = {
+        "fully_shard": fully_shard(plain(), mesh=mesh),
+        "inside": inside,
+        "FullyShardedDataParallel": FullyShardedDataParallel(plain(), device_id=torch.device("cpu")),
+        "DTensor": tensors,
+        "nothing of it": plain(),
+    }
+    said = {}
+    for kind, model in models.items():
+        try:
+            outgrow.Session(model, budget="1GiB").close()
+        except outgrow.OutgrowError as error:
+            said[kind] = [type(error).__name__, str(error)]
     distributed.destroy_process_group()
     return said
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        ("fully_shard", "fully_shard"),
-        ("inside", "fully_shard"),
-        ("FullyShardedDataParallel", "FullyShardedDataParallel"),
-    ],
-)
-def test_sharded_models_are_refused_with_what_to_use_instead(run_child: RunChild, kind: str, named: str) -> None:
-    error, message = run_child(refusal, kind)
-    assert error == "UnsupportedModel"
-    assert named in message
-    assert "DistributedDataParallel, and give each process's session a budget" in message
+def test_sharded_models_are_refused_with_what_to_use_instead(run_child: RunChild) -> None:
+    said = run_child(refusals)
+    assert said.keys() == {"fully_shard", "inside", "FullyShardedDataParallel", "DTensor"}
+    for kind, (error, message) in said.items():
+        assert error == "UnsupportedModel"
+        assert ("fully_shard" if kind == "inside" else kind) in message
+        assert "DistributedDataParallel, and give each process's session a budget" in message
 
 
 # --- the ends of ranks ---
@@ -195,29 +196,21 @@ def result_of(*arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[str, Any]:
-    return result_of(*TINY_GPT, "--steps", "4", "--nproc", "2")
-
-
-def test_the_command_line_trains_in_ranks_as_plain_data_parallel_does(plain: dict[str, Any]) -> None:
+def test_the_command_line_trains_in_ranks_as_plain_data_parallel_does() -> None:
     budget = 6 << 20
+    plain = result_of(*TINY_GPT, "--steps", "4", "--nproc", "2")
     ours = result_of(*TINY_GPT, "--steps", "4", "--nproc", "2", "--budget", str(budget))
     assert ours["losses"] == plain["losses"]
     assert ours["parameters_sha256"] == plain["parameters_sha256"]
     assert [rank["rank"] for rank in ours["ranks"]] == [0, 1]
     assert all(0 < rank["highest_peak_bytes"] <= budget for rank in ours["ranks"])
+    assert ours["highest_peak_bytes"] == max(rank["highest_peak_bytes"] for rank in ours["ranks"])
     assert all(rank["offloaded_bytes"] + rank["recomputed_bytes"] > 0 for rank in ours["ranks"])
     first, second = (rank["losses"] for rank in ours["ranks"])
     assert first != second
     assert ours["losses"] == [(one + other) / 2 for one, other in zip(first, second, strict=True)]
-    assert (ours["nproc"], ours["samples"], ours["synchronizations"]) == (2, 16, 4)
-
-
-def test_synchronizations_fall_in_proportion_to_the_batch(plain: dict[str, Any]) -> None:
-    larger = result_of("gpt-2x64", "--batch", "4", "--image-size", "32", "--steps", "2", "--nproc", "2")
-    assert larger["samples"] == plain["samples"]
-    assert larger["synchronizations"] * 2 == plain["synchronizations"]
+    assert (ours["nproc"], ours["samples"], ours["synchronizations"]) == (2, 64, 4)
+    assert plain["samples"] == ours["samples"]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -282,7 +275,7 @@ def test_the_error_of_one_rank_ends_all_with_its_message(tmp_path: Path) -> None
         for number in range(4):
             Image.new("RGB", (16, 16), (40 * number, 90, 10)).save(tmp_path / label / f"{number}.png")
     (tmp_path / "two" / "3.png").write_bytes(b"no picture")
-    options = ("--data", str(tmp_path), "--batch", "1", "--image-size", "32", "--steps", "1000", "--nproc", "2")
+    options = ("--data", str(tmp_path), "--batch", "2", "--image-size", "32", "--steps", "1000", "--nproc", "2")
     process = outgrow_train("resnet-18", *options)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 2

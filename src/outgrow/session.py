@@ -394,7 +394,7 @@ class Session:
         in_buckets = self._wrappers.parameters_with_buckets()
         parameters = (item for model in self._models for item in model.parameters() if id(item) in in_buckets)
         storages = [item.grad.untyped_storage() for item in parameters if item.grad is not None]
-        shown = {storage._cdata: storage.nbytes() for storage in storages}
+        shown: dict[int, int] = {storage._cdata: storage.nbytes() for storage in storages}
         return max(0, self._wrappers.bucket_bytes() - sum(shown.values()))
 
     # --- refusals ---
