@@ -74,9 +74,15 @@ def test_the_ranks_see_samples_of_their_own(found: list[dict[str, Any]]) -> None
 def test_buckets_are_counted_from_the_start(found: list[dict[str, Any]], view: str) -> None:
     for rank in found:
         counted = rank["accounting"][view]
-        assert counted["buckets"] > 500_000
+        assert counted["buckets"] > 400_000
         assert counted["before"] == counted["buckets"]
         assert counted["after"] == counted["buckets"]
+        assert counted["stays"] == counted["buckets"]  # no plan may send them anywhere
+
+
+def test_steps_that_exchange_gradients_have_plans_of_their_own(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["plans"][6:] == [False, False, True] * 3
 
 
 def test_a_batch_twice_as_large_exchanges_half_as_often(found: list[dict[str, Any]]) -> None:
