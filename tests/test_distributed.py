@@ -5,6 +5,7 @@ Two processes train all cases of `ranks.py` once; the tests read what they found
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -36,12 +37,32 @@ def environment(**more: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, as `ranks.py` writes it."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-    command += ["--nproc-per-node=2", f"--log-dir={folder / 'log'}", str(TESTS / "ranks.py"), "cases", str(folder)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return what_ranks_find(tmp_path_factory.mktemp("ranks"))
+    # Of several test processes the first runs the ranks, and the others wait for that.
+    folder = tmp_path_factory.getbasetemp().parent / f"ranks-{run}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return what_ranks_find(folder)
+
+
+def what_ranks_find(folder: Path) -> list[dict[str, Any]]:
+    """Run `ranks.py` in two processes, unless that was done in this folder before."""
+    results = [folder / f"rank-{rank}.json" for rank in range(2)]
+    if not all(path.exists() for path in results):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+        command += [
+            "--nproc-per-node=2",
+            f"--log-dir={folder / 'log'}",
+            str(TESTS / "ranks.py"),
+            "cases",
+            str(folder),
+        ]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads(path.read_text()) for path in results]
 
 
 def of_ranks(found: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -444,6 +444,7 @@ class Session:
             holders[name] = holders.get(name, 0) + size
         saved = sum(entry.nbytes for entry in self._pool.entries() if entry.storage is not None)
         holders["saved values in use"] = saved
+        holders["buckets of gradients"] = self._hidden_bucket_bytes()
         holders["other tensors and this op"] = max(0, needed - sum(holders.values()))
         return BudgetTooSmall(self.budget_bytes, needed, holders, where, exact=False)
 
