@@ -121,6 +121,7 @@ def refusals() -> dict[str, list[str]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor import distribute_tensor
+    from torch.nn.parallel.distributed import DistributedDataParallel, _MixedPrecision
 
     import outgrow
 
@@ -138,6 +139,7 @@ def refusals() -> dict[str, list[str]]:
         "inside": inside,
         "FullyShardedDataParallel": FullyShardedDataParallel(plain(), device_id=torch.device("cpu")),
         "DTensor": tensors,
+        "mixed_precision": DistributedDataParallel(plain(), mixed_precision=_MixedPrecision(torch.bfloat16)),
         "nothing of it": plain(),
     }
     said = {}
@@ -152,11 +154,18 @@ def refusals() -> dict[str, list[str]]:
 
 def test_sharded_models_are_refused_with_what_to_use_instead(run_child: RunChild) -> None:
     said = run_child(refusals)
-    assert said.keys() == {"fully_shard", "inside", "FullyShardedDataParallel", "DTensor"}
+    instead = "DistributedDataParallel, and give each process's session a budget"
+    named = {
+        "fully_shard": ("fully_shard", instead),
+        "inside": ("fully_shard", instead),
+        "FullyShardedDataParallel": ("FullyShardedDataParallel", instead),
+        "DTensor": ("DTensor", instead),
+        "mixed_precision": ("mixed_precision=", "torch.autocast"),
+    }
+    assert said.keys() == named.keys()
     for kind, (error, message) in said.items():
         assert error == "UnsupportedModel"
-        assert ("fully_shard" if kind == "inside" else kind) in message
-        assert "DistributedDataParallel, and give each process's session a budget" in message
+        assert all(words in message for words in named[kind])
 
 
 # --- the ends of ranks ---
