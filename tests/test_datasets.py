@@ -10,6 +10,7 @@ from PIL import Image
 
 from outgrow.cli.datasets import (
     DataError,
+    Part,
     Shape,
     default_data,
     open_data,
@@ -79,6 +80,20 @@ def test_every_digit_is_seen_once_before_any_is_seen_again():
     everything = torch.from_numpy(_digit_images()).flatten(1)
     assert sorted(map(tuple, _ranks(first).tolist())) == sorted(map(tuple, _ranks(everything).tolist()))
     assert batches[3][0].shape[0] == 599  # and then it goes on
+
+
+@pytest.mark.parametrize(("data", "network"), [("digits", IMAGE), ("text", TEXT)])
+def test_parts_together_are_the_whole_batch(data, network):
+    whole = take(3, data, network, Shape(6, 16, 256), seed=1)
+    parts = [list(islice(open_data(data, network, Shape(2, 16, 256), 1, Part(index, 3)), 3)) for index in range(3)]
+    for step, (given, target) in enumerate(whole):
+        assert torch.equal(torch.cat([part[step][0] for part in parts]), given)
+        assert torch.equal(torch.cat([part[step][1] for part in parts]), target)
+
+
+def test_parts_of_noise_differ():
+    one, other = (next(open_data("synthetic", IMAGE, Shape(2, 16, 10), 1, Part(index, 2)))[0] for index in range(2))
+    assert not torch.equal(one, other)
 
 
 def _digit_images():

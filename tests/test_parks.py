@@ -8,7 +8,7 @@ import io
 import pickle
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -587,6 +587,22 @@ def test_nothing_is_parked_across_ops_of_other_libraries(place: int) -> None:
     names = ["aten.a", "aten.b", "aten.c", "aten.d"]
     names[place] = "mine.op"
     assert gaps(chain(names)) == ()
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_processes_that_exchange_other_tensors_do_not_matter(place: int) -> None:
+    names = ["aten.a", "aten.b", "aten.c", "aten.d"]
+    names[place] = "c10d.allreduce_.default"
+    assert gaps(chain(names)) == (Gap(0, 1000, 0, 3, is_last=False),)
+
+
+def test_what_other_processes_may_be_sent_is_not_parked_from_then_on() -> None:
+    problem = chain(["aten.a", "aten.b", "aten.c", "aten.d", "aten.e", "aten.f"])
+    ops = list(problem.trace.ops)
+    assert gaps(problem) == (Gap(0, 1000, 0, 5, is_last=False),)
+    ops[2] = replace(ops[2], name="c10d.allreduce_.default", inputs=(0, 1))
+    handed = Problem(**{**vars_of(problem), "trace": problem.trace.with_ops(ops)})
+    assert gaps(handed) == (Gap(0, 1000, 0, 2, is_last=False),)
 
 
 def test_blank_memory_that_nobody_is_seen_to_fill_is_not_parked() -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outgrow.errors import UnknownPaper as UnknownPaper
     from outgrow.errors import UnknownPolicy as UnknownPolicy
     from outgrow.errors import UnsupportedDevice as UnsupportedDevice
+    from outgrow.errors import UnsupportedModel as UnsupportedModel
     from outgrow.planning.plan import Plan as Plan
     from outgrow.planning.policies import policies as policies
     from outgrow.planning.simulate import Prediction as Prediction
@@ -71,6 +72,7 @@ _HOMES = {
     "UnknownPaper": "errors",
     "UnknownPolicy": "errors",
     "UnsupportedDevice": "errors",
+    "UnsupportedModel": "errors",
     "find_hardware": "cost.profiles",
     "plan": "api",
     "policies": "planning.policies",

@@ -120,5 +120,9 @@ class UnknownPolicy(OutgrowError, ValueError):
     """No policy has this name."""
 
 
+class UnsupportedModel(OutgrowError, ValueError):
+    """The model keeps its parameters in a way that Outgrow cannot manage: sharded over processes, say."""
+
+
 class UnsupportedDevice(OutgrowError, ValueError):
     """The model lives on a device that Outgrow cannot manage."""

@@ -47,6 +47,7 @@ class StepKind:
         recordings: how often the step was recorded anew because its plan proved wrong, and `searches` how often its
             plan was searched for again because the machine's speed had changed.
         recent: times and stalls of the last steps under this plan, in seconds.
+        syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
     """
 
     packs: tuple[int, ...]
@@ -59,6 +60,7 @@ class StepKind:
     recordings: int = 0
     searches: int = 0
     recent: list[tuple[float, float]] = field(default_factory=list)
+    syncs: tuple[bool, ...] = ()
 
     def learn(self, plan: Plan, *, steady: bool, measured_peak: int, plan_seconds: float) -> None:
         """The step was recorded anew, and planned from that."""

@@ -20,6 +20,7 @@ from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_gpu, this_machine
 from outgrow.errors import BudgetTooSmall, DeviceOutOfMemory, SessionError, SpillError, UnsupportedDevice
 from outgrow.learning import Planner, StepKind, keeps_everything
+from outgrow.parallel import Wrappers, refuse_sharded
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
@@ -107,11 +108,13 @@ class Session:
             SessionError: another session is open over this model, there is a host budget for a model on the CPU, or
                 the plan is for another budget or device.
             UnsupportedDevice: the model is neither on the CPU nor on one CUDA device.
+            UnsupportedModel: the model is sharded over processes (`fully_shard`, `FullyShardedDataParallel`).
         """
         self._closed = True  # until everything below has worked
         self._models = as_sequence(model)
         self._optimizers = as_sequence(optimizer)
         _refuse_what_is_neither(self._models, self._optimizers)
+        refuse_sharded(self._models)
         self._device = _device_of(self._models)
         if least_moved_bytes < 1:
             raise SessionError(f"least_moved_bytes is {least_moved_bytes}: it must be 1 or more")
@@ -123,6 +126,9 @@ class Session:
         self._refuse_second_session()
         self._ledger = Ledger(self._device.type, self._device.index)
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
+        self._wrappers = Wrappers(self._models)
+        if self._device.type == "cpu":  # elsewhere the allocator is asked, and knows of them
+            self._ledger.hide(self._hidden_bucket_bytes())
         self._refuse_hopeless_budget(kinds)
         self._least_moved = least_moved_bytes
         self._spill = SpillFile(spill_dir, allow_tmpfs=allow_tmpfs)
@@ -162,6 +168,7 @@ class Session:
         self._steps = 0  # those that ended without an error
         self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
         self._in_step = False
+        self._syncs = self._wrappers.syncs()
         self._summary: Summary | None = None
         self._oom_retries = self._replans = 0
         self._planned_budget = self.budget_bytes  # less where the allocator refused what the budget allows
@@ -242,6 +249,9 @@ class Session:
             raise SessionError("the session is closed: open a new one")
         if self._in_step:
             raise SessionError("a step is open already: steps of a session do not nest")
+        self._syncs, self._layouts = self._wrappers.syncs(), self._wrappers.layouts()
+        if self._expected is not None and self._expected.syncs != self._syncs:
+            self._expected = max(self._such_kinds(), key=lambda item: item.seen, default=None)
         kind = self._expected
         plan = None if kind is None else kind.plan
         if plan is not None and plan.spill_bytes and not self._pool.make_way(plan.spill_bytes):
@@ -336,13 +346,15 @@ class Session:
         # A program that keeps something of each step until the next one has as much there all the time.
         usual = _LEAST_BASE_BYTES if known is None else max(_LEAST_BASE_BYTES, known.plan.problem.base_bytes)
         steady = known is not None and base <= usual + jitter and not outcome.blind
+        # The step in which gradients are laid out anew runs ops that no other step does.
+        steady = steady and self._wrappers.layouts() == self._layouts
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
         plan = self._planner.plan(problem)
         if steady or not plan.evicts:
             self._refuse_what_cannot_fit(plan)
         seconds = time.perf_counter() - start
         if known is None:
-            known = StepKind(outcome.packs, plan, steady, outcome.peak_bytes, seconds)
+            known = StepKind(outcome.packs, plan, steady, outcome.peak_bytes, seconds, syncs=self._syncs)
             self._kinds = [known, *self._kinds][:_MOST_KINDS]
         else:
             known.learn(plan, steady=steady, measured_peak=outcome.peak_bytes, plan_seconds=seconds)
@@ -350,7 +362,11 @@ class Session:
         self._expected = known
 
     def _known(self, packs: tuple[int, ...]) -> StepKind | None:
-        return next((kind for kind in self._kinds if kind.packs == packs), None)
+        return next((kind for kind in self._such_kinds() if kind.packs == packs), None)
+
+    def _such_kinds(self) -> list[StepKind]:
+        """The kinds whose steps exchange gradients as this one does, the latest first."""
+        return [kind for kind in self._kinds if kind.syncs == self._syncs]
 
     def _measured_hardware(self) -> Hardware:
         """This machine, with the speeds of copies as those of the session were measured so far."""
@@ -389,6 +405,14 @@ class Session:
             replans=self._replans,
         )
 
+    def _hidden_bucket_bytes(self) -> int:
+        """Bytes of buckets that gradients are collected in and that no gradient shows yet."""
+        in_buckets = self._wrappers.parameters_with_buckets()
+        parameters = (item for model in self._models for item in model.parameters() if id(item) in in_buckets)
+        storages = [item.grad.untyped_storage() for item in parameters if item.grad is not None]
+        shown: dict[int, int] = {storage._cdata: storage.nbytes() for storage in storages}
+        return max(0, self._wrappers.bucket_bytes() - sum(shown.values()))
+
     # --- refusals ---
 
     def _refuse_second_session(self) -> None:
@@ -398,9 +422,12 @@ class Session:
 
     def _refuse_hopeless_budget(self, kinds: dict[int, Kind]) -> None:
         """Parameters, and a gradient for each that is trained, are alive together whatever the plan."""
+        in_buckets = self._wrappers.parameters_with_buckets()
         parameters = {id(item): item for model in self._models for item in model.parameters()}.values()
         gradients = sum(
-            item.numel() * item.element_size() for item in parameters if item.requires_grad and item.grad is None
+            item.numel() * item.element_size()
+            for item in parameters
+            if item.requires_grad and item.grad is None and id(item) not in in_buckets
         )
         needed = self._ledger.live_bytes + gradients
         if needed > self.budget_bytes:
@@ -433,6 +460,7 @@ class Session:
             holders[name] = holders.get(name, 0) + size
         saved = sum(entry.nbytes for entry in self._pool.entries() if entry.storage is not None)
         holders["saved values in use"] = saved
+        holders["buckets of gradients"] = self._hidden_bucket_bytes()
         holders["other tensors and this op"] = max(0, needed - sum(holders.values()))
         return BudgetTooSmall(self.budget_bytes, needed, holders, where, exact=False)
 

@@ -48,12 +48,31 @@ class Shape:
     classes: int
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which part of each step's samples a process takes, counted from 0, and how many parts there are.
+
+    All parts together are the stream that one process would get with a batch as large as all of theirs.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of what there is for all of them, cut along the first dimension."""
+        size = len(whole) // self.count
+        return whole[self.index * size : (self.index + 1) * size]
+
+
+WHOLE = Part()
+
+
 def default_data(network: Network) -> str:
     """What `--data` is when it is not given."""
     return "text" if network.kind == "text" else "digits"
 
 
-def open_data(data: str, network: Network, shape: Shape, seed: int) -> Iterator[Batch]:
+def open_data(data: str, network: Network, shape: Shape, seed: int, part: Part = WHOLE) -> Iterator[Batch]:
     """An endless stream of (input, target) batches, the same for the same seed.
 
     Args:
@@ -61,6 +80,7 @@ def open_data(data: str, network: Network, shape: Shape, seed: int) -> Iterator[
         network: whose input and target the batches are for.
         shape: size of a batch.
         seed: of the order of the samples; the global random state is neither read nor changed.
+        part: of the samples, where several processes share them.
 
     Raises:
         DataError: there is no such data, or it does not fit the network. An image that cannot be read
@@ -68,16 +88,16 @@ def open_data(data: str, network: Network, shape: Shape, seed: int) -> Iterator[
     """
     generator = torch.Generator().manual_seed(seed)
     if data == "synthetic":
-        return _synthetic(network, shape, generator)
+        return _synthetic(network, shape, _own_generator(generator, part))
     if data == "text":
         if network.kind != "text":
             raise DataError(f"--data text is for text networks, and {network.name} takes images: try digits")
-        return _windows(standard_library_text(), shape, generator)
+        return _windows(standard_library_text(), shape, generator, part)
     if network.kind == "text":
         raise DataError(f"{network.name} takes text, and {data!r} is images: use --data text or synthetic")
     if data == "digits":
-        return _digits(network, shape, generator)
-    return _folder(Path(data), network, shape, generator)
+        return _digits(network, shape, generator, part)
+    return _folder(Path(data), network, shape, generator, part)
 
 
 def epoch_samples(data: str, network: Network, image_size: int) -> int | None:
@@ -111,39 +131,48 @@ def standard_library_text(cap: int = TEXT_CAP_BYTES) -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)[:cap]
 
 
+def _own_generator(generator: torch.Generator, part: Part) -> torch.Generator:
+    """A generator for a part of its own, where nothing but noise is drawn; the only part keeps the one there is."""
+    if part.count == 1:
+        return generator
+    seeds = torch.randint(2**63 - 1, (part.count,), generator=generator)
+    return torch.Generator().manual_seed(int(seeds[part.index]))
+
+
 def _synthetic(network: Network, shape: Shape, generator: torch.Generator) -> Iterator[Batch]:
     while True:
         yield network.sample(shape.batch, shape.image_size, shape.classes, generator=generator)
 
 
-def _windows(text: Tensor, shape: Shape, generator: torch.Generator) -> Iterator[Batch]:
+def _windows(text: Tensor, shape: Shape, generator: torch.Generator, part: Part) -> Iterator[Batch]:
     """Windows at random places; the target is the window moved on by one."""
     length = shape.image_size
     if shape.classes < 256:
         raise DataError(f"text is bytes, and a vocabulary of {shape.classes} does not hold all 256")
     if len(text) <= length:
         raise DataError(f"the text has {len(text)} bytes, too few for windows of {length}")
-    return _sample_windows(text, shape, generator)
+    return _sample_windows(text, shape, generator, part)
 
 
-def _sample_windows(text: Tensor, shape: Shape, generator: torch.Generator) -> Iterator[Batch]:
+def _sample_windows(text: Tensor, shape: Shape, generator: torch.Generator, part: Part) -> Iterator[Batch]:
     length = shape.image_size
     span = torch.arange(length + 1)
     while True:
-        starts = torch.randint(len(text) - length, (shape.batch, 1), generator=generator)
+        starts = part.of(torch.randint(len(text) - length, (shape.batch * part.count, 1), generator=generator))
         tokens = text[starts + span].long()
         # Copies, not views: input and target must not share a storage.
         yield tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
 
-def _shuffled(count: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
+def _shuffled(count: int, batch: int, generator: torch.Generator, part: Part) -> Iterator[Tensor]:
     """Indices of each batch: one random order of all samples after another, every batch full."""
     waiting = torch.empty(0, dtype=torch.long)
+    of_all = batch * part.count
     while True:
-        while len(waiting) < batch:
+        while len(waiting) < of_all:
             waiting = torch.cat((waiting, torch.randperm(count, generator=generator)))
-        yield waiting[:batch]
-        waiting = waiting[batch:]
+        yield part.of(waiting[:of_all])
+        waiting = waiting[of_all:]
 
 
 def _load_digits() -> Any:
@@ -156,22 +185,22 @@ def _load_digits() -> Any:
     return load_digits()
 
 
-def _digits(network: Network, shape: Shape, generator: torch.Generator) -> Iterator[Batch]:
+def _digits(network: Network, shape: Shape, generator: torch.Generator, part: Part) -> Iterator[Batch]:
     bunch = _load_digits()
     images = torch.from_numpy(bunch.images).float() / 16  # 1797 images of 8 x 8 pixels from 0 to 16
     labels = torch.from_numpy(bunch.target).long()
     count = int(labels.max()) + 1
     if network.kind == "image" and count > shape.classes:
         raise DataError(f"the digits have {count} classes, and {network.name} tells {shape.classes} apart")
-    return _digit_batches(images, labels, network, shape, generator)
+    return _digit_batches(images, labels, network, shape, generator, part)
 
 
 def _digit_batches(
-    images: Tensor, labels: Tensor, network: Network, shape: Shape, generator: torch.Generator
+    images: Tensor, labels: Tensor, network: Network, shape: Shape, generator: torch.Generator, part: Part
 ) -> Iterator[Batch]:
     mean, deviation = images.mean(), images.std()
     size = (shape.image_size, shape.image_size)
-    for picked in _shuffled(len(images), shape.batch, generator):
+    for picked in _shuffled(len(images), shape.batch, generator, part):
         gray = F.interpolate(images[picked].unsqueeze(1), size=size, mode="bilinear", align_corners=False)
         target = labels[picked]
         if network.kind == "segmentation":
@@ -187,7 +216,7 @@ def _ink_mask(gray: Tensor, digits: Tensor, classes: int) -> Tensor:
     return (gray > FOREGROUND_THRESHOLD) * ink.view(-1, 1, 1)
 
 
-def _folder(root: Path, network: Network, shape: Shape, generator: torch.Generator) -> Iterator[Batch]:
+def _folder(root: Path, network: Network, shape: Shape, generator: torch.Generator, part: Part) -> Iterator[Batch]:
     if not root.exists():
         raise DataError(f"--data {root}: no such folder, and none of {', '.join(NAMED)}")
     if not root.is_dir():
@@ -205,7 +234,7 @@ def _folder(root: Path, network: Network, shape: Shape, generator: torch.Generat
         paths, labels = _list_images(root, network, shape.classes)
     except OSError as error:
         raise DataError(f"cannot read the folder {root}: {error}") from error
-    return _folder_batches(paths, labels, shape, generator)
+    return _folder_batches(paths, labels, shape, generator, part)
 
 
 def _list_images(root: Path, network: Network, classes: int) -> tuple[list[Path], list[int]]:
@@ -227,12 +256,12 @@ def _list_images(root: Path, network: Network, classes: int) -> tuple[list[Path]
 
 
 def _folder_batches(
-    paths: list[Path], labels: list[int], shape: Shape, generator: torch.Generator
+    paths: list[Path], labels: list[int], shape: Shape, generator: torch.Generator, part: Part
 ) -> Iterator[Batch]:
     mean = torch.tensor(_PHOTO_MEAN).view(3, 1, 1)
     deviation = torch.tensor(_PHOTO_DEVIATION).view(3, 1, 1)
     targets = torch.tensor(labels)
-    for picked in _shuffled(len(paths), shape.batch, generator):
+    for picked in _shuffled(len(paths), shape.batch, generator, part):
         images = torch.empty(shape.batch, 3, shape.image_size, shape.image_size)
         for row, index in enumerate(picked.tolist()):
             images[row] = read_image(paths[index], shape.image_size)

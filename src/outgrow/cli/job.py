@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import outgrow
-from outgrow.cli.datasets import Batch, Shape, default_data, open_data
+from outgrow.cli.datasets import WHOLE, Batch, Part, Shape, default_data, open_data
 from outgrow.cli.options import Options
 from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
@@ -70,9 +70,9 @@ class Job:
             return torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
         return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
 
-    def batches(self) -> Iterator[Batch]:
-        """The endless stream of batches; the data is checked at once."""
-        return map(self._laid_out, open_data(self.data, self.network, self.shape, self.seed))
+    def batches(self, part: Part = WHOLE) -> Iterator[Batch]:
+        """The endless stream of batches; the data is checked at once. Several processes have a part of it each."""
+        return map(self._laid_out, open_data(self.data, self.network, self.shape, self.seed, part))
 
     def _laid_out(self, batch: Batch) -> Batch:
         data, target = batch

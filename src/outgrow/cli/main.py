@@ -70,6 +70,7 @@ def train(
     network: opt.NetworkArgument,
     data: opt.Data = None,
     batch: opt.Batch = 16,
+    nproc: opt.Nproc = 1,
     image_size: opt.ImageSize = None,
     steps: opt.Steps = 20,
     budget: opt.Budget = None,
@@ -95,7 +96,7 @@ def train(
         network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
         spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
-    run_train(given, steps, as_json)
+    run_train(given, steps, as_json, nproc)
 
 
 @app.command()
@@ -120,7 +121,7 @@ def plan(
 ) -> None:
     """Say what a training step would take, without allocating its memory.
 
-    It takes the options of 'outgrow train', so that one word turns a command into its plan; those that
+    It takes the options of 'outgrow train' but --nproc, so that one word turns a command into its plan; those that
     change no memory (--data, --steps, --lr, --seed, ...) have no effect. With --hardware it plans for a
     device that need not be here.
     """

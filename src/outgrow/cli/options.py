@@ -65,6 +65,15 @@ Data = Annotated[
     ),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Samples in each step, for example 32.")]
+Nproc = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Train in so many processes of this machine that exchange gradients after each step (data parallel). "
+        "--batch and --budget are those of each process; each takes samples of its own.",
+    ),
+]
 ImageSize = Annotated[
     int | None,
     typer.Option(

@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from typing import Any
@@ -18,7 +19,7 @@ from rich.table import Table
 from torch import nn
 
 import outgrow
-from outgrow.cli.datasets import Batch
+from outgrow.cli.datasets import WHOLE, Batch, Part
 from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.memory import PeakMeter, resident_bytes, settle
 from outgrow.cli.options import Options
@@ -27,23 +28,39 @@ from outgrow.units import format_bytes, format_seconds
 PLAIN = "plain"
 
 
-def train(options: Options, steps: int, as_json: bool) -> None:
-    """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr."""
+def train(options: Options, steps: int, as_json: bool, nproc: int = 1) -> None:
+    """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr.
+
+    With `nproc` above 1 so many processes train together.
+    """
     job = make_job(options)
     _refuse_idle_options(options)
     stderr = Console(stderr=True)
-    result = run(job, steps, stderr)
+    if nproc > 1:
+        from outgrow.cli.ranks import run_ranks
+
+        result = run_ranks(options, job, nproc, steps, stderr)
+    else:
+        result = run(job, steps, stderr)
     (stderr if as_json else Console()).print(_table(job, result))
     if as_json:
         print(json.dumps(result), flush=True)
 
 
-def run(job: Job, steps: int, stderr: Console) -> dict[str, Any]:
-    """Train for some steps; the figures under the keys that `outgrow train --json` prints."""
-    batches = job.batches()
-    if job.budget_bytes is not None:
-        with stderr.status("Tracing and planning") if stderr.is_terminal else nullcontext():
-            job.check_that_it_fits()
+def run(
+    job: Job,
+    steps: int,
+    stderr: Console,
+    part: Part = WHOLE,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> dict[str, Any]:
+    """Train for some steps; the figures under the keys that `outgrow train --json` prints.
+
+    A process that trains together with others has a `part` of the samples, and its model is what `wrap` makes of it.
+    """
+    batches = job.batches(part)
+    if part is WHOLE:  # else it was seen to before any of the processes was started
+        check_that_it_fits(job, stderr)
     losses: list[float] = []
     step_seconds: list[float] = []
     import_module("torch._dynamo")  # the first optimizer loads it: that is no memory of the training's
@@ -52,6 +69,8 @@ def run(job: Job, steps: int, stderr: Console) -> dict[str, Any]:
     meter = PeakMeter()
     with ExitStack() as stack:
         model, optimizer = job.build()
+        if wrap is not None:
+            model = wrap(model)
         session = stack.enter_context(open_session(job, model, optimizer)) if job.budget_bytes else None
         progress = stack.enter_context(make_progress(stderr))
         task = progress.add_task("", total=steps, loss="", speed="", memory="")
@@ -79,6 +98,13 @@ def run(job: Job, steps: int, stderr: Console) -> dict[str, Any]:
         "losses": [loss if math.isfinite(loss) else None for loss in losses],
         "parameters_sha256": fingerprint(model),
     }
+
+
+def check_that_it_fits(job: Job, stderr: Console) -> None:
+    """As the job's own, with a word on standard error meanwhile."""
+    if job.budget_bytes is not None:
+        with stderr.status("Tracing and planning") if stderr.is_terminal else nullcontext():
+            job.check_that_it_fits()
 
 
 def open_session(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> outgrow.Session:
@@ -200,12 +226,16 @@ def _table(job: Job, result: dict[str, Any]) -> Table:
         if result[key] is not None:
             table.add_row(label, form(result[key]))
 
+    nproc = result.get("nproc", 1)
     seconds = statistics.median(result["step_seconds"])
     loss = result["losses"][-1]
     table.add_row("steps", str(len(result["losses"])))
     table.add_row("last loss", "diverged" if loss is None else f"{loss:.4f}")
     table.add_row("time of a step (median)", format_seconds(seconds))
-    table.add_row("samples per second", f"{job.shape.batch / seconds:.1f}")
+    if nproc > 1:
+        table.add_row("processes", str(nproc))
+        table.add_row("synchronizations", f"{result['synchronizations']} for {result['samples']} samples")
+    table.add_row("samples per second", f"{nproc * job.shape.batch / seconds:.1f}")
     row("budget", "budget_bytes", format_bytes)
     row("peak, predicted", "predicted_peak_bytes", format_bytes)
     row("peak, measured", "measured_peak_bytes", format_bytes)
@@ -219,4 +249,8 @@ def _table(job: Job, result: dict[str, Any]) -> Table:
     row("planning", "plan_seconds", format_seconds)
     row("out-of-memory retries", "oom_retries", str)
     row("plans made anew", "replans", str)
+    for rank in result.get("ranks", ()):
+        peak = rank["highest_peak_bytes"] or rank["rss_peak_bytes"]
+        if peak is not None:
+            table.add_row(f"peak of rank {rank['rank']}", format_bytes(peak))
     return table

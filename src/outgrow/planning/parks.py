@@ -26,6 +26,9 @@ _PRODUCT = "aten.mm.default"
 _LEAST_GAIN = 0.5
 # Their outputs hold what lay in memory, until an op writes to them: or code that the trace does not show.
 _BLANK = ("aten.empty", "aten.new_empty", "aten._empty")
+# Ops by which processes exchange tensors, and all ops that read and write nothing but what they are given.
+_COLLECTIVE = "c10d."
+_KNOWN = ("aten.", _COLLECTIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ def gaps(problem: Problem) -> tuple[Gap, ...]:
     trace = problem.trace
     uses = _uses(problem)
     strange = _ops_before_each(problem)
+    handed = _handed_to_threads(problem)
     found: list[Gap] = []
     for index, value in enumerate(trace.values):
         if value.birth >= len(trace.ops) or not may_park(problem, index):
@@ -83,7 +87,9 @@ def gaps(problem: Problem) -> tuple[Gap, ...]:
         found += (
             gap
             for gap in (_in_backward_passes(problem, spans) if is_state else spans)
-            if gap.before_op - gap.after_op > 1 and strange[gap.before_op + 1] == strange[gap.after_op]
+            if gap.before_op - gap.after_op > 1
+            and strange[gap.before_op + 1] == strange[gap.after_op]
+            and gap.before_op <= handed.get(value.storage, gap.before_op)
         )
     return tuple(found)
 
@@ -266,6 +272,17 @@ def _uses(problem: Problem) -> dict[int, list[int]]:
     return uses
 
 
+def _handed_to_threads(problem: Problem) -> dict[int, int]:
+    """The first op that hands each storage to threads which send it elsewhere, and may write to it unseen later."""
+    trace = problem.trace
+    first: dict[int, int] = {}
+    for now, op in enumerate(trace.ops):
+        if op.name.startswith(_COLLECTIVE):
+            for index in (*op.inputs, *op.outputs):
+                first.setdefault(trace.values[index].storage, now)
+    return first
+
+
 def _ops_before_each(problem: Problem) -> list[int]:
     """How many ops before each one are strange: code runs there that the dispatcher does not see, or might.
 
@@ -273,7 +290,7 @@ def _ops_before_each(problem: Problem) -> list[int]:
     """
     trace = problem.trace
     filled = {value.storage for value in trace.values if value.version > 0}
-    strange = [not op.name.startswith("aten.") for op in trace.ops]
+    strange = [not op.name.startswith(_KNOWN) for op in trace.ops]
     for value in trace.values:
         if value.birth >= 0 and value.version == 0 and value.nbytes > 0 and value.storage not in filled:
             name = trace.ops[value.birth].name if value.birth < len(trace.ops) else ""

@@ -49,7 +49,10 @@ class OpNeeds:
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Hashable, Need]:
         """The signature of a call and what it will need."""
-        if facts.is_view or (self._device_type != "cpu" and not _is_on(self._device_type, args, kwargs)):
+        # A collective takes no memory of PyTorch's allocators on a CPU, and no two calls have the same process group.
+        if facts.is_view or facts.is_collective:
+            return None, NOTHING
+        if self._device_type != "cpu" and not _is_on(self._device_type, args, kwargs):
             return None, NOTHING
         signature = (func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
         need = self._needs.get(signature)

@@ -8,12 +8,15 @@ state leaves last, and only in a backward pass.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.parallel import DistributedDataParallel
 
 from outgrow.planning.problem import STATE
 from outgrow.runtime.parking import Parking
@@ -23,6 +26,8 @@ from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts
 from outgrow.tracing.recorder import accumulates_gradient
 
+# Modules with functions that run between an op of C++ code and us.
+_BETWEEN = ("outgrow.", "torch._compile", "torch._dynamo")
 _BLANK_FUNCTIONS = ("empty", "new_empty", "_empty")
 
 
@@ -66,7 +71,8 @@ class Demand:
             SpillError: what is parked could not be read back for a stranger.
         """
         self._in_use = frozenset(record.serial for record in self._records_of(inputs))
-        self._among_strangers = not facts.name.startswith("aten.") or not all(map(_is_plain, inputs))
+        is_known = facts.name.startswith("aten.") or facts.is_collective
+        self._among_strangers = not is_known or not all(map(_is_plain, inputs))
         if self._among_strangers or (facts.is_blank and not self._is_filled_by_torch()):
             self._among_strangers = True
             self._parking.restore_all()
@@ -89,7 +95,9 @@ class Demand:
         if self._among_strangers and facts.is_blank:
             self._blanks.update(record.serial for record in fresh if record.nbytes)
         in_backward = torch._C._current_graph_task_id() != -1
-        if self._among_strangers or not all(map(_is_plain, outputs)):  # a sparse tensor reads what it was made of
+        # A sparse tensor reads what it was made of.
+        is_opaque = self._among_strangers or not all(map(_is_plain, outputs))
+        if is_opaque or facts.is_collective:  # threads that exchange tensors go on with them
             self._parking.expose((*inputs, *outputs))
         elif in_backward and accumulates_gradient():  # the gradient is training state from now on
             for record in self._records_of(outputs):
@@ -154,9 +162,21 @@ class Demand:
         """Whether blank memory is asked for by PyTorch's own code, which fills it by ops that are seen."""
         function = self._parking.function
         if function is None:
-            return torch._C._current_graph_task_id() != -1 and accumulates_gradient()
+            in_backward = torch._C._current_graph_task_id() != -1
+            return (in_backward and accumulates_gradient()) or _is_for_reducer()
         is_op = isinstance(function, OpOverload | OpOverloadPacket)
         return not is_op and not getattr(function, "__name__", "").startswith(_BLANK_FUNCTIONS)
+
+
+def _is_for_reducer() -> bool:
+    """Whether `DistributedDataParallel` asks, before its forward pass: it lays its gradients out anew, once.
+
+    What asks is C++ that it calls, and so the innermost frame of Python's that is not ours is its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is DistributedDataParallel._pre_forward.__code__
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -39,7 +39,7 @@ from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
 from outgrow.tracing.probe import measured_call
-from outgrow.tracing.recorder import Recorder
+from outgrow.tracing.recorder import Recorder, accumulates_gradient
 
 # Addresses that the stack of a thread takes, and what glibc and Python set aside for it.
 _STACK_BYTES = 9 << 20
@@ -491,8 +491,11 @@ class Executor:
         is_free = self._reuser.may_write_over(self._op, facts.name, args)
         inputs = tensors_in(args, kwargs)
         see = self._ledger.see
+        known = self._ledger.newest
         for tensor in inputs:
             see(tensor)
+        if self._ledger.hidden_bytes and self._ledger.newest > known and _is_of_reducer():
+            self._ledger.show_hidden(known)
         if self._parking.busy:
             self._where = facts.name
         if self._demand.on:
@@ -603,6 +606,7 @@ class Executor:
             except (RuntimeError, MemoryError) as error:
                 # A list of tensors may be half updated: running the op again would update the first half twice.
                 half_done = facts.writes and ("_foreach_" in facts.name or "_fused_" in facts.name)
+                half_done = half_done or facts.is_collective  # the other processes have answered the first call
                 if half_done or not is_out_of_memory(error):
                     raise
                 if _spoils_thread(error) and call is not _run_elsewhere:
@@ -683,6 +687,16 @@ def _run_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
+
+
+def _is_of_reducer() -> bool:
+    """Whether memory that an op is given here, and that nobody saw being made, is where gradients are collected.
+
+    `DistributedDataParallel` collects them in hooks of the nodes that add to them, or at the end of the pass.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return accumulates_gradient() or torch._C._current_autograd_node() is None
 
 
 def _spoils_thread(error: BaseException) -> bool:

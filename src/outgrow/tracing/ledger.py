@@ -46,8 +46,9 @@ class Ledger:
     """Live storages of one device and their total.
 
     Attributes:
-        live_bytes: bytes of all storages alive that were ever shown to the ledger, and `unseen_bytes`.
+        live_bytes: bytes of all storages alive that were ever shown to the ledger, `unseen_bytes` and `hidden_bytes`.
         unseen_bytes: what an allocator said it had given out beyond those, when it was asked last; 0 if it never was.
+        hidden_bytes: bytes of storages that are known to be alive, and that no op was given so far.
         on_death: called with the record of each storage that goes; None for nobody.
     """
 
@@ -57,6 +58,7 @@ class Ledger:
         self._index = index
         self.live_bytes = 0
         self.unseen_bytes = 0
+        self.hidden_bytes = 0
         self.on_death: Callable[[StorageRecord], None] | None = None
         self._records: dict[int, StorageRecord] = {}
         self._serial = 0
@@ -86,6 +88,19 @@ class Ledger:
         self._book_deaths_elsewhere()
         self.unseen_bytes += allocated_bytes - self.live_bytes
         self.live_bytes = allocated_bytes
+
+    def hide(self, nbytes: int) -> None:
+        """So many bytes are alive in storages that nobody can show yet."""
+        self.hidden_bytes += nbytes
+        self.live_bytes += nbytes
+
+    def show_hidden(self, known: int) -> None:
+        """The storages with serial numbers above `known` are some of those that were hidden."""
+        for record in self._records.values():
+            if record.serial > known:
+                shown = min(record.nbytes, self.hidden_bytes)
+                self.hidden_bytes -= shown
+                self.live_bytes -= shown
 
     def work_here(self) -> None:
         """From now on the calling thread is the training's."""
@@ -149,5 +164,5 @@ class Ledger:
         for record in self._records.values():
             record.ref = None
         self._records.clear()
-        self.live_bytes = self.unseen_bytes = 0
+        self.live_bytes = self.unseen_bytes = self.hidden_bytes = 0
         self.on_death = None

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+# The library of the ops by which processes exchange tensors.
+COLLECTIVES = "c10d"
 # Ops whose results hold whatever lay in memory.
 _BLANK = ("aten.empty", "aten.new_empty", "aten._empty")
 # Ops over lists, which the update makes.
@@ -46,6 +48,8 @@ class OpFacts:
     `is_blank`: its result holds whatever lay in memory.
     `overwrites`: it does not read what it writes to.
     `reads_shape`: of its first argument it reads no elements: `zeros_like`, `x.new_empty`.
+    `is_collective`: it hands its arguments, and nothing else, to threads that exchange them with other processes and
+    may write to them for as long as nobody has waited for that. Its schema does not say that it writes.
     """
 
     name: str
@@ -58,15 +62,17 @@ class OpFacts:
     is_blank: bool
     overwrites: bool
     reads_shape: bool
+    is_collective: bool
 
 
 def facts_of(func: Any) -> OpFacts:
     """Read an operator's facts off its schema."""
     schema = func._schema
     writes: list[int | str] = []
+    is_collective = func.namespace == COLLECTIVES
     for position, argument in enumerate(schema.arguments):
         alias = argument.alias_info
-        if alias is not None and alias.is_write:
+        if (alias is not None and alias.is_write) or (is_collective and "Tensor" in str(argument.type)):
             writes.append(argument.name if argument.kwarg_only else position)
     returns = schema.returns
     name = str(func)
@@ -86,6 +92,7 @@ def facts_of(func: Any) -> OpFacts:
         is_blank=is_blank,
         overwrites=base in _OVERWRITING,
         reads_shape=takes_one_tensor and (base.endswith("_like") or base.startswith("new_")),
+        is_collective=is_collective,
     )
 
 
@@ -103,13 +110,15 @@ class OpTable:
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among an op's arguments, lists opened, in order."""
+    """The tensors among an op's arguments, lists opened, and lists of lists, in order."""
     found: list[torch.Tensor] = []
     for item in args:
         if isinstance(item, torch.Tensor):
             found.append(item)
         elif isinstance(item, list | tuple):
             found.extend(inner for inner in item if isinstance(inner, torch.Tensor))
+            if item and isinstance(item[0], list):  # what collectives gather into
+                found.extend(tensors_in(item, {}))
     if kwargs:
         found.extend(tensors_in(tuple(kwargs.values()), {}))
     return found
@@ -134,10 +143,7 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
             item = kwargs.get(place)
         else:
             item = args[place] if place < len(args) else None
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, list | tuple):
-            yield from (inner for inner in item if isinstance(inner, torch.Tensor))
+        yield from tensors_within(item)
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

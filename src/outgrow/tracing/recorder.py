@@ -247,6 +247,10 @@ class Recorder:
             index = self._current.get(serial)
             if index is not None and self._values[index].kind in (Kind.TEMPORARY, Kind.INPUT):
                 self._values[index].kind = kind
+        shared = self._shared_gradients(kinds)
+        for value in self._values:
+            if value.storage in shared:
+                value.kind = Kind.SHARED
         for saved in self._saved:
             value = self._values[saved.value]
             if value.kind is Kind.TEMPORARY:
@@ -271,6 +275,22 @@ class Recorder:
             measured=measured,
             torch_version=str(torch.__version__),
         )
+
+    def _shared_gradients(self, kinds: Mapping[int, Kind]) -> set[int]:
+        """Storages that gradients were written to and that something else has as well, by serial number.
+
+        Where `DistributedDataParallel` collects gradients: it may be sending them while the step goes on. `kinds` is
+        what the storages alive now are.
+        """
+        shared = set()
+        for record in self._ledger.alive():
+            index = self._current.get(record.serial)
+            storage = record.storage()  # counted below
+            if index is None or storage is None or self._values[index].kind is not Kind.GRADIENT:
+                continue
+            if record.serial not in kinds or record.other_holders() > 1:
+                shared.add(record.serial)
+        return shared
 
     @staticmethod
     def _dated(value: _Value, end: int) -> Value:
