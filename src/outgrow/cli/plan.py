@@ -11,20 +11,23 @@ from rich.table import Table
 
 from outgrow.cli.job import Job, make_job
 from outgrow.cli.options import Options
+from outgrow.cli.outputs import NO_OUTPUTS, Outputs
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware
 from outgrow.planning.plan import Plan
+from outgrow.reporting.subject import Subject
 from outgrow.tracing.ir import Trace
 from outgrow.tracing.liveness import plain_profile
 from outgrow.units import format_bytes, format_seconds
 
 
-def plan(options: Options, hardware: str | None, as_json: bool) -> None:
+def plan(options: Options, hardware: str | None, as_json: bool, outputs: Outputs = NO_OUTPUTS) -> None:
     """Trace, plan, and print what came out: a table, or with `as_json` one line of JSON.
 
     `hardware` names the device to plan for; None is the machine at hand.
     """
+    outputs.check()
     device = None if hardware is None else find_hardware(hardware)
     job = make_job(options, None if device is None else device.memory_bytes)
     stderr = Console(stderr=True)
@@ -37,6 +40,7 @@ def plan(options: Options, hardware: str | None, as_json: bool) -> None:
         print(json.dumps(result), flush=True)
     else:
         Console().print(result_table(result))
+    outputs.write(Subject(job.title, made, settings=job.settings()), stderr)
 
 
 def make_plan(job: Job, trace: Trace, hardware: Hardware | None = None) -> Plan:

@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from typing import Any
@@ -22,24 +23,45 @@ from outgrow.cli.datasets import Batch
 from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.memory import PeakMeter, resident_bytes, settle
 from outgrow.cli.options import Options
+from outgrow.cli.outputs import NO_OUTPUTS, Outputs
+from outgrow.cli.progress import log_to
+from outgrow.reporting.subject import Subject
 from outgrow.units import format_bytes, format_seconds
 
 PLAIN = "plain"
+_GAUGE_CELLS = 12
 
 
-def train(options: Options, steps: int, as_json: bool) -> None:
-    """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr."""
+def train(options: Options, steps: int, as_json: bool, outputs: Outputs = NO_OUTPUTS, verbose: bool = False) -> None:
+    """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr.
+
+    `outputs` are written when the training is over; with `verbose` the session's log goes to standard error.
+    """
     job = make_job(options)
-    _refuse_idle_options(options)
+    _refuse_idle_options(options, outputs)
+    outputs.check()
     stderr = Console(stderr=True)
-    result = run(job, steps, stderr)
+    sessions: list[outgrow.Session] = []
+    with log_to(stderr) if verbose else nullcontext():
+        result = run(job, steps, stderr, on_session=sessions.append)
     (stderr if as_json else Console()).print(_table(job, result))
     if as_json:
         print(json.dumps(result), flush=True)
+    for session in sessions:
+        assert session.plan is not None, "every step that ends leaves a plan"
+        history = session.history
+        first = steps - len(history) + 1
+        subject = Subject(job.title, session.plan, history, first, job.settings(), session.budget_bytes)
+        outputs.write(subject, stderr)
 
 
-def run(job: Job, steps: int, stderr: Console) -> dict[str, Any]:
-    """Train for some steps; the figures under the keys that `outgrow train --json` prints."""
+def run(
+    job: Job, steps: int, stderr: Console, on_session: Callable[[outgrow.Session], None] = lambda session: None
+) -> dict[str, Any]:
+    """Train for some steps; the figures under the keys that `outgrow train --json` prints.
+
+    `on_session` is called with the session when the training is over, if there was one.
+    """
     batches = job.batches()
     if job.budget_bytes is not None:
         with stderr.status("Tracing and planning") if stderr.is_terminal else nullcontext():
@@ -68,6 +90,8 @@ def run(job: Job, steps: int, stderr: Console) -> dict[str, Any]:
         # With one step there is none but the first.
         peak = meter.peak_bytes if steps > 1 else None
         figures = _session_figures(session)
+        if session is not None:
+            on_session(session)
     return {
         "network": job.network.name,
         "batch": job.shape.batch,
@@ -110,13 +134,13 @@ def timed_step(
 
 
 def make_progress(stderr: Console) -> Progress:
-    """A progress bar; silent where standard error is no terminal."""
+    """A progress bar, with the highest live bytes so far against the budget; silent where there is no terminal."""
     return Progress(
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(),
         TextColumn("{task.fields[loss]}"),
         TextColumn("{task.fields[speed]}"),
-        TextColumn("{task.fields[memory]}"),
+        TextColumn("{task.fields[memory]}", markup=False),
         TimeRemainingColumn(),
         console=stderr,
         disable=not stderr.is_terminal,
@@ -134,10 +158,17 @@ def show_step(
 ) -> None:
     """Move the bar on by one step."""
     memory = ""
-    if session is not None:
-        memory = f"peak {format_bytes(session.peak_bytes)} of {format_bytes(session.budget_bytes)}"
+    if session is not None and session.history:
+        memory = memory_gauge(session.history[-1].measured_peak_bytes, session.budget_bytes)
     speed = f"{job.shape.batch / seconds:.1f} samples/s"
     progress.update(task, advance=1, loss=f"loss {loss:.4f}", speed=speed, memory=memory)
+
+
+def memory_gauge(peak_bytes: int, budget_bytes: int) -> str:
+    """A peak against its budget, as a bar and in words: "peak [######--] 612.0 MiB of 700.0 MiB"."""
+    filled = min(_GAUGE_CELLS, round(peak_bytes / budget_bytes * _GAUGE_CELLS))
+    bar = "#" * filled + "-" * (_GAUGE_CELLS - filled)
+    return f"peak [{bar}] {format_bytes(peak_bytes)} of {format_bytes(budget_bytes)}"
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -149,7 +180,7 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _refuse_idle_options(options: Options) -> None:
+def _refuse_idle_options(options: Options, outputs: Outputs) -> None:
     """Refuse what would do nothing in a plain run, rather than let somebody believe in it."""
     if options.budget is not None:
         return
@@ -158,7 +189,7 @@ def _refuse_idle_options(options: Options) -> None:
         "--spill-dir": options.spill_dir is not None,
         "--allow-tmpfs": options.allow_tmpfs,
     }
-    for name, is_given in given.items():
+    for name, is_given in (given | dict.fromkeys(outputs.names, True)).items():
         if is_given:
             raise OptionError(f"{name} needs a --budget: without one, plain PyTorch trains")
 
