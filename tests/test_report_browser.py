@@ -87,6 +87,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def box_of(page: Any, selector: str) -> dict[str, float]:
+    """Where something is, once all of it can be seen."""
+    page.eval_on_selector(selector, "node => node.scrollIntoView({block: 'center'})")
+    box: dict[str, float] = page.query_selector(selector).bounding_box()
+    return box
+
+
 def texts(page: Any, selector: str) -> list[str]:
     return [item.inner_text() for item in page.query_selector_all(selector)]
 
@@ -116,7 +123,7 @@ def test_something_is_drawn_in_either_color_scheme(opened: Open, report: Path, s
 
 def test_pointing_at_memory_and_at_each_lane_shows_figures(opened: Open, report: Path) -> None:
     page = opened(report)
-    box = page.query_selector(".stage").bounding_box()
+    box = box_of(page, ".stage")
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 100)
     assert page.is_visible("#tip")
     assert "live bytes" in page.inner_text("#tip")
@@ -141,7 +148,7 @@ def test_wheel_keys_buttons_and_the_strip_zoom(opened: Open, report: Path) -> No
 
     whole = shown()
     assert whole.startswith("the whole step")
-    box = page.query_selector(".stage").bounding_box()
+    box = box_of(page, ".stage")
     page.mouse.move(box["x"] + 600, box["y"] + 100)
     page.mouse.wheel(0, -240)
     wheeled = shown()
@@ -149,20 +156,20 @@ def test_wheel_keys_buttons_and_the_strip_zoom(opened: Open, report: Path) -> No
     page.mouse.move(box["x"] + 400, box["y"] + 100)
     page.mouse.up()
     dragged = shown()
-    page.click("text=All")
+    page.click("[title='Show the whole step']")
     assert shown() == whole
     page.focus(".stage")
     page.keyboard.press("+")
     by_key = shown()
     page.keyboard.press("0")
     assert shown() == whole
-    strip = page.query_selector(".overview").bounding_box()
+    strip = box_of(page, ".overview")
     page.mouse.move(strip["x"] + 300, strip["y"] + 20)
     page.mouse.down()
     page.mouse.move(strip["x"] + 500, strip["y"] + 20)
     page.mouse.up()
     brushed = shown()
-    page.click("text=Peak")
+    page.click("[title='Zoom to the peak']")
     assert len({whole, wheeled, dragged, by_key, brushed, shown()}) == 6
 
 
@@ -206,7 +213,7 @@ def test_ten_thousand_layers_paint_within_three_seconds(opened: Open, tmp_path: 
 
 
 def hovered(page: Any) -> str:
-    box = page.query_selector(".stage").bounding_box()
+    box = box_of(page, ".stage")
     page.mouse.move(box["x"] + 700, box["y"] + 310)
     text: str = page.inner_text("#tip")
     return text
@@ -218,8 +225,11 @@ def test_a_comparison_shows_its_points(opened: Open, tmp_path: Path) -> None:
     job = make_job(Options("resnet-50"))
     write_points(tmp_path / "points.html", _page("points", job, CPU_AND_DISK, curves, curves))
     page = opened(tmp_path / "points.html")
-    page.hover("svg .mark >> nth=1")
+    page.hover("svg .mark >> nth=1", force=True)
     assert page.is_visible("#tip")
+    beside = page.inner_text("#tip")
+    assert "auto, measured" in beside
+    assert "auto, predicted" in beside  # they lie on top of each other
     marks = len(page.query_selector_all("svg .mark"))
     assert marks == 2 * sum(point.fits for point in curves.points)
     page.click(".bar-tools button >> nth=0")

@@ -114,12 +114,12 @@ def _draw_lanes(axes: Any, trace: Trace, lanes: Sequence[Sequence[Span]], end: f
     for number, lane in enumerate(lanes):
         groups: dict[str, list[tuple[float, float]]] = {}
         for span in lane:
-            name = trace.ops[span.op].phase if span.activity is Activity.RUN else span.activity
+            name: str = trace.ops[span.op].phase if span.activity is Activity.RUN else span.activity
             groups.setdefault(name, []).append((span.start, span.end))
         floor = np.full(_COLUMNS, -float(number))
-        for name in reversed([name for name in _COLORS if name in groups]):
-            shares = shares_by_slice(groups[name], end, _COLUMNS) * 0.82
-            axes.stairs(floor + shares, edges, baseline=floor, fill=True, color=_COLORS[name], label=name)
+        for kind in reversed([kind for kind in _COLORS if kind in groups]):
+            shares = shares_by_slice(groups[kind], end, _COLUMNS) * 0.82
+            axes.stairs(floor + shares, edges, baseline=floor, fill=True, color=_COLORS[kind], label=kind)
             floor = floor + shares
     axes.set_yticks([0.41, -0.59, -1.59], ["compute", "copy out", "copy in"])
     axes.set_xlabel("seconds since the step began")

@@ -43,7 +43,11 @@ function formatSeconds(seconds) {
   return (seconds * 1e6).toFixed(size >= 1e-5 ? 0 : 1) + " \u00b5s";
 }
 
-const formatPercent = (share) => (share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0) + "%";
+/* With a decimal where it matters: near nothing and near all. */
+function formatPercent(share) {
+  const percent = share * 100, near = Math.abs(percent) < 10 || (percent > 98 && percent < 102);
+  return percent.toFixed(near ? 1 : 0) + "%";
+}
 const formatCount = (count) => count.toLocaleString("en-US");
 
 const FORMATS = {
@@ -73,6 +77,14 @@ function roundSteps(most, wanted, base) {
   const marks = [];
   for (let at = 0; at <= most * 1.0001; at += step) marks.push(at);
   return marks;
+}
+
+/* Sizes of marks on one axis, all in the unit of the largest. */
+function byteTicks(most, wanted) {
+  const power = Math.max(0, Math.min(3, Math.floor(Math.log2(Math.max(1, most)) / 10)));
+  const unit = 1024 ** power, marks = roundSteps(most, wanted, 2).filter((mark) => mark <= most);
+  const digits = Math.max(0, ...marks.map((mark) => ((mark / unit) % 1 ? ((mark * 4) / unit) % 1 ? 3 : (mark * 2) / unit % 1 ? 2 : 1 : 0)));
+  return marks.map((mark) => [mark, mark === 0 ? "0" : `${(mark / unit).toFixed(digits)} ${["B", "KiB", "MiB", "GiB"][power]}`]);
 }
 
 const tip = {

@@ -262,12 +262,11 @@ class Charts {
     const ink = color("ink"), soft = color("soft"), back = color("card"), right = LEFT + this.width;
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (const mark of roundSteps(this.most, 5, 2)) {
-      if (mark > this.most) continue;
+    for (const [mark, words] of byteTicks(this.most, 5)) {
       context.fillStyle = color("line");
       context.fillRect(LEFT, Math.round(yOf(mark)), this.width, 1);
       context.fillStyle = soft;
-      context.fillText(mark === 0 ? "0" : formatBytes(mark), LEFT - 8, Math.max(8, yOf(mark)));
+      context.fillText(words, LEFT - 8, Math.max(8, yOf(mark)));
     }
     const width = Math.floor(this.width);
     const plain = envelope(ops.start, ops.end, ops.plainLive, this.from, this.to, width);
@@ -303,14 +302,20 @@ class Charts {
     context.lineWidth = 2;
     context.strokeStyle = back;
     context.stroke();
-    context.textAlign = leftwards ? "right" : "left";
     context.textBaseline = "middle";
     const room = Math.floor((leftwards ? x - LEFT : LEFT + this.width - x) / 6.6);
-    lines.forEach((line, number) => {
-      const short = line.length > room ? line.slice(0, Math.max(0, room - 1)) + "\u2026" : line;
-      const at = below > 0 ? y + 16 + number * 15 : Math.max(9, y - 1) + number * 15;
-      label(context, short, x + (leftwards ? -10 : 10), at, text, back);
-    });
+    const short = lines.map((line) => (line.length > room ? line.slice(0, Math.max(0, room - 1)) + "\u2026" : line));
+    const wide = Math.max(...short.map((line) => context.measureText(line).width)) + 12;
+    const left = leftwards ? x - 9 - wide : x + 9, top = below > 0 ? y + 9 : Math.max(0, y - 10);
+    context.globalAlpha = 0.86;
+    context.fillStyle = back;
+    context.beginPath();
+    context.roundRect(left, top, wide, 34, 5);
+    context.fill();
+    context.globalAlpha = 1;
+    context.textAlign = "left";
+    context.fillStyle = text;
+    short.forEach((line, number) => context.fillText(line, left + 6, top + 10 + number * 15));
   }
 
   laneTop(number) { return LANE_TOP + number * (LANE_HEIGHT + LANE_GAP); }
@@ -343,7 +348,7 @@ class Charts {
       context.fillRect(x, LANE_TOP - 5, 1, height);
       context.fillStyle = soft;
       context.textAlign = x > LEFT + this.width - 20 ? "right" : "center";
-      const unit = step >= 0.5 ? [1, "s"] : step >= 5e-4 ? [1e3, "ms"] : [1e6, "\u00b5s"];
+      const unit = this.to >= 1e9 ? [1, "s"] : this.to >= 1e6 ? [1e3, "ms"] : [1e6, "\u00b5s"];
       const digits = Math.max(0, places - Math.round(Math.log10(unit[0])));
       context.fillText((k * step * unit[0]).toFixed(digits) + " " + unit[1], x, LANE_TOP - 13);
     }
@@ -384,7 +389,7 @@ class Charts {
       context.fillStyle = inks[kind];
       for (let x = 0; x < width; x++) {
         if (shares[x] <= 0) continue;
-        const high = Math.min(1 - filled[x], shares[x]) * LANE_HEIGHT;
+        const high = Math.min(1 - filled[x], Math.max(shares[x], lane.live ? 0 : 0.06)) * LANE_HEIGHT;  // a short copy is seen, too
         context.fillRect(LEFT + x, top + LANE_HEIGHT - filled[x] * LANE_HEIGHT - high, 1, high);
         filled[x] += shares[x];
       }
@@ -471,7 +476,8 @@ function headCards(data) {
     card("Peak, predicted", formatBytes(prediction.peak_bytes),
       `${formatPercent(prediction.peak_bytes / data.budget_bytes)} of the budget of ${formatBytes(data.budget_bytes)}`, prediction.peak_bytes / data.budget_bytes),
     card("Plain step's peak", formatBytes(plain.peak_bytes), `the plan needs ${formatPercent(prediction.peak_bytes / plain.peak_bytes)} of it`),
-    card("Step, predicted", formatSeconds(prediction.step_seconds), `${over.toFixed(2)} \u00d7 the plain step's ${formatSeconds(prediction.plain_step_seconds)}`),
+    card("Step, predicted", formatSeconds(prediction.step_seconds), over === 1 ? "as long as the plain step"
+      : `${formatPercent(Math.abs(over - 1))} ${over > 1 ? "more" : "less"} than the plain step's ${formatSeconds(prediction.plain_step_seconds)}`),
     card("Device waits", formatSeconds(prediction.stall_seconds), share(prediction.stall_seconds)),
     card("Recomputing", formatSeconds(prediction.recompute_seconds), `${formatBytes(prediction.recomputed_bytes)} made anew`),
     card("Leaves and comes back", formatBytes(prediction.offloaded_bytes + prediction.evicted_bytes),
@@ -633,13 +639,14 @@ function historyChart(data, title, series, unit, limit) {
     width = whole - left - right;
     const yOf = (number) => floor - (number / top) * (floor - 6);
     context.textBaseline = "middle";
-    for (const mark of roundSteps(top, 4, unit === "bytes" ? 2 : 10)) {
+    const ticks = unit === "bytes" ? byteTicks(top, 4) : roundSteps(top, 4, 10).map((mark) => [mark, mark ? format(mark) : "0"]);
+    for (const [mark, words] of ticks) {
       if (mark > top) continue;
       context.fillStyle = color("line");
       context.fillRect(left, Math.round(yOf(mark)), width, 1);
       context.fillStyle = color("soft");
       context.textAlign = "right";
-      context.fillText(mark === 0 ? "0" : format(mark), left - 8, Math.max(8, yOf(mark)));
+      context.fillText(words, left - 8, Math.max(8, yOf(mark)));
     }
     const every = Math.ceil(steps.length / Math.max(1, width / 46));
     context.textAlign = "center";

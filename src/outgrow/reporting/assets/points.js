@@ -54,6 +54,7 @@ function chart(data, inks, hidden) {
   if (data.y_line !== null) picture.append(svg("line", { x1: PAD.left, x2: right, y1: y.at(data.y_line), y2: y.at(data.y_line), ...dash }));
   picture.append(svg("text", { class: "axis-name", x: (PAD.left + right) / 2, y: HEIGHT - 10, "text-anchor": "middle" }, data.x_label),
     svg("text", { class: "axis-name", x: 16, y: (PAD.top + bottom) / 2, "text-anchor": "middle", transform: `rotate(-90 16 ${(PAD.top + bottom) / 2})` }, data.y_label));
+  const placed = [];
   for (const one of visible) {
     const ink = inks.get(one.group), ordered = [...one.marks].sort((a, b) => a.x - b.x);
     if (one.joined && ordered.length > 1) {
@@ -66,12 +67,22 @@ function chart(data, inks, hidden) {
       dot.setAttribute("stroke-width", 2);
       dot.setAttribute("fill", one.dashed ? "var(--card)" : ink);
       dot.setAttribute("class", "mark");
-      const rows = [[data.x_label, words(data.x_unit, mark.x)], [data.y_label, words(data.y_unit, mark.y)], ...mark.notes.map((note) => ["", note])];
-      dot.addEventListener("pointermove", (event) => tip.show(event, one.label, "", rows));
-      dot.addEventListener("pointerleave", () => tip.hide());
       picture.append(dot);
+      placed.push({ one, mark, px: x.at(mark.x), py: y.at(mark.y) });
     }
   }
+  // Marks may lie on top of each other: all that are near the pointer are named, with the nearest one's figures.
+  picture.addEventListener("pointermove", (event) => {
+    const box = picture.getBoundingClientRect(), scale = WIDTH / box.width;
+    const far = ({ px, py }) => Math.hypot(px - (event.clientX - box.left) * scale, py - (event.clientY - box.top) * scale);
+    const near = placed.filter((item) => far(item) < 10).sort((a, b) => far(a) - far(b));
+    if (!near.length) { tip.hide(); return; }
+    const { mark } = near[0], names = near.map((item) => item.one.label);
+    tip.show(event, names[0], names.length > 1 ? "and " + names.slice(1, 12).join("; ") : "", [
+      [data.x_label, words(data.x_unit, mark.x)], [data.y_label, words(data.y_unit, mark.y)],
+      ...mark.notes.map((note) => [note, ""])]);
+  });
+  picture.addEventListener("pointerleave", () => tip.hide());
   return picture;
 }
 
@@ -97,10 +108,10 @@ function build(data, page) {
   page.replaceChildren(
     el("header", {}, el("h1", {}, data.title), el("p", {}, data.subtitle)),
     el("div", { class: "cards" }, data.facts.map(([name, value, remark]) => card(name, value, remark))),
-    el("section", {}, el("h2", {}, `${data.y_label} against ${data.x_label}`),
+    el("section", {}, el("h2", {}, "Points"),
       el("p", { class: "about" }, "Point at a mark for its figures; click a name to hide it or show it." + (both ? " Dashed lines and hollow marks are predictions, full ones were measured." : "")),
       legend, place),
-    el("section", {}, el("h2", {}, "All of them"),
+    el("section", {}, el("h2", {}, "Figures"),
       ...data.notes.map((note) => el("p", { class: "about" }, note)),
       sortedTable({ label: "All points", columns, rows: data.rows, sort: null, shown: 200 }).node),
     ...(data.settings.length ? [settingsSection(data.settings)] : []));
