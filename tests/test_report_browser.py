@@ -225,7 +225,7 @@ def test_a_comparison_shows_its_points(opened: Open, tmp_path: Path) -> None:
     job = make_job(Options("resnet-50"))
     write_points(tmp_path / "points.html", _page("points", job, CPU_AND_DISK, curves, curves))
     page = opened(tmp_path / "points.html")
-    page.hover("svg .mark >> nth=1", force=True)
+    page.hover("svg .mark >> nth=-1", force=True)
     assert page.is_visible("#tip")
     beside = page.inner_text("#tip")
     assert "auto, measured" in beside

@@ -145,9 +145,8 @@ def test_the_same_plan_makes_the_same_page(plan: Plan) -> None:
     assert plan_page(Subject("A step", plan)) == plan_page(Subject("A step", plan))
 
 
-@pytest.mark.parametrize("policy", ["vdnn-all", "lru"])
-def test_ten_thousand_layers_stay_small(policy: str, tmp_path: Path) -> None:
-    plan = deep_plan(10_000, policy=policy, module="stage.{}.block.convolution")
+def test_ten_thousand_layers_stay_small(tmp_path: Path) -> None:
+    plan = deep_plan(10_000, module="stage.{}.block.convolution")
     path = tmp_path / "deep.html"
     write_report(path, Subject("10,000 layers", plan))
     assert len(plan.problem.trace.ops) == 50_000
@@ -333,7 +332,7 @@ def test_the_trace_is_a_chrome_trace(plan: Plan) -> None:
         if event["ph"] != "M":
             assert event["ts"] >= 0
         if event["ph"] == "X":
-            assert event["dur"] >= 0
+            assert event["dur"] > 0
             assert isinstance(event["tid"], int)
         if event["ph"] == "C":
             assert all(isinstance(number, int) for number in event["args"].values())
@@ -349,7 +348,8 @@ def test_spans_of_a_thread_follow_each_other_and_end_with_the_step(plan: Plan) -
             threads.setdefault((event["pid"], event["tid"]), []).append(event)
     assert len(threads) == 4
     for spans in threads.values():
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 2e-3 for a, b in pairwise(spans))
+        assert all(a["dur"] > 0 for a in spans)
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(spans))  # or viewers nest them
     prediction = plan.simulate()
     for thread, end in (((1, 1), prediction.step_seconds), ((2, 1), prediction.plain_step_seconds)):
         last = threads[thread][-1]
@@ -382,7 +382,7 @@ def test_a_trace_is_compressed_where_its_name_says_so(plan: Plan, tmp_path: Path
 
 
 def test_a_picture_is_written_in_the_format_of_its_suffix(plan: Plan, tmp_path: Path) -> None:
-    for name, start in (("a.png", PNG), ("b.PDF", b"%PDF"), ("c.svg", b"<?xml")):
+    for name, start in (("a.png", PNG), ("b.PDF", b"%PDF")):
         draw_plan(tmp_path / name, Subject("A step", plan, (summary(),)))
         assert (tmp_path / name).read_bytes().startswith(start)
 

@@ -161,7 +161,7 @@ Perfetto = Annotated[
     typer.Option(
         metavar="FILE",
         help="Write the lanes as a Chrome trace into this file, for example step.json.gz, for ui.perfetto.dev or "
-        "chrome://tracing.",
+        "speedscope.app.",
         show_default="no trace",
     ),
 ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -32,7 +33,7 @@ def log_to(console: Console) -> Iterator[None]:
     logger = logging.getLogger("outgrow")
     handler: logging.Handler
     if console.is_terminal:
-        handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, highlighter=None)
+        handler = RichHandler(console=console, show_path=False, show_level=False, highlighter=NullHighlighter())
     else:
         handler = logging.StreamHandler(console.file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

@@ -1,7 +1,7 @@
-"""The lanes of a plan as a Chrome trace: open it at ui.perfetto.dev, in chrome://tracing or in Speedscope.
+"""The lanes of a plan as a Chrome trace: open it at ui.perfetto.dev or speedscope.app.
 
 The format is the Trace Event Format: complete events ("X") with times in microseconds, counters ("C") for live bytes,
-metadata ("M") for names. The planned step is one process, the plain step another.
+metadata ("M") for names. The planned step is one process, the plain step another. What takes no time is left out.
 """
 
 from __future__ import annotations
@@ -73,14 +73,16 @@ def _planned(plan: Plan, budget_bytes: int) -> Iterator[Event]:
     home = module_of_value(plan.problem.trace)
     for thread, lane in ((_COMPUTE, timeline.compute), (_OUT, timeline.out), (_BACK, timeline.back)):
         for span in lane:
-            yield _span(plan, span, thread, home(span.value) if span.value >= 0 else "")
+            moment = _moment(span.start, span.end)
+            if moment is not None:
+                yield _span(plan, span, thread, home(span.value) if span.value >= 0 else "") | moment
     level: int | None = None
     for span in timeline.compute:
         if span.live_bytes != level:
             level = span.live_bytes
             yield _counter(_PLANNED, span.start, {"live bytes": level})
-    for moment in (0.0, timeline.end):
-        yield _counter(_PLANNED, moment, {"budget": budget_bytes}, name="budget")
+    for seconds in (0.0, timeline.end):
+        yield _counter(_PLANNED, seconds, {"budget": budget_bytes}, name="budget")
 
 
 def _span(plan: Plan, span: Span, thread: int, module: str) -> Event:
@@ -104,8 +106,6 @@ def _span(plan: Plan, span: Span, thread: int, module: str) -> Event:
         "tid": thread,
         "name": name,
         "cat": span.activity.value,
-        "ts": _microseconds(span.start),
-        "dur": max(0.0, round(_microseconds(span.end) - _microseconds(span.start), 3)),
         "args": arguments,
     }
 
@@ -114,14 +114,15 @@ def _plain(plan: Plan) -> Iterator[Event]:
     trace, times = plan.problem.trace, plan.problem.op_times
     curve = plain_profile(trace).curve
     for number, op in enumerate(trace.ops):
-        yield {
+        moment = _moment(times[number], times[number + 1])
+        if moment is None:
+            continue
+        yield moment | {
             "ph": "X",
             "pid": _PLAIN,
             "tid": _COMPUTE,
             "name": short_name(op),
             "cat": op.phase.value,
-            "ts": _microseconds(times[number]),
-            "dur": max(0.0, round(_microseconds(times[number + 1]) - _microseconds(times[number]), 3)),
             "args": {"module": op.module, "live bytes": curve[number] + plan.problem.base_bytes},
         }
     for number, level in enumerate(curve):
@@ -132,6 +133,17 @@ def _plain(plan: Plan) -> Iterator[Event]:
 
 def _counter(process: int, seconds: float, values: dict[str, int], name: str = "live bytes") -> Event:
     return {"ph": "C", "pid": process, "name": name, "ts": _microseconds(seconds), "args": values}
+
+
+def _moment(start: float, end: float) -> Event | None:
+    """When a span begins and how long it lasts; None where that is less than viewers can tell.
+
+    Viewers add the two, and take a sum that is above the next span's begin, by rounding alone, for one span in
+    another: half a nanosecond less keeps them apart.
+    """
+    begin = _microseconds(start)
+    lasts = round(_microseconds(end) - begin, 3)
+    return {"ts": begin, "dur": round(lasts - 5e-4, 4)} if lasts > 0 else None
 
 
 def _microseconds(seconds: float) -> float:

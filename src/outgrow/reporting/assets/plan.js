@@ -475,7 +475,7 @@ function headCards(data) {
   const cards = [
     card("Peak, predicted", formatBytes(prediction.peak_bytes),
       `${formatPercent(prediction.peak_bytes / data.budget_bytes)} of the budget of ${formatBytes(data.budget_bytes)}`, prediction.peak_bytes / data.budget_bytes),
-    card("Plain step's peak", formatBytes(plain.peak_bytes), `the plan needs ${formatPercent(prediction.peak_bytes / plain.peak_bytes)} of it`),
+    card("Plain step's peak", formatBytes(plain.peak_bytes), `${formatPercent(prediction.peak_bytes / plain.peak_bytes)} of it under the plan`),
     card("Step, predicted", formatSeconds(prediction.step_seconds), over === 1 ? "as long as the plain step"
       : `${formatPercent(Math.abs(over - 1))} ${over > 1 ? "more" : "less"} than the plain step's ${formatSeconds(prediction.plain_step_seconds)}`),
     card("Device waits", formatSeconds(prediction.stall_seconds), share(prediction.stall_seconds)),
@@ -584,7 +584,7 @@ function modulesSection(model) {
   const heads = {
     kept: ["kept", "bytes", "Saved values that stay"], offloaded: ["offloaded", "bytes", "Saved values that leave and come back"],
     recomputed: ["recomputed", "bytes", "Saved values that are dropped and made anew"],
-    evicted: ["evicted", "bytes", "What the cache sends away beyond the plan"],
+    evicted: ["evicted", "bytes", "What the cache sends away beyond the plan; it counts as kept as well"],
     parked: ["parked", "bytes", "What the program holds and does not need for a while"],
     compute_seconds: ["compute", "seconds", "Time of its ops"], recompute_seconds: ["run again", "seconds", "Time of its ops when run again"],
     copy_seconds: ["copies", "seconds", "Time of its values on the copy lanes"], wait_seconds: ["waits", "seconds", "Time for which its ops wait"],
@@ -621,7 +621,8 @@ function modulesSection(model) {
   select.addEventListener("change", update);
   const legend = DECISIONS.filter(([field]) => field === "kept" || present.has(field));
   return el("section", {}, el("h2", {}, "Decisions by module"),
-    el("p", { class: "about" }, "Saved values count for the module that saved them first. Click a column to sort by it."),
+    el("p", { class: "about" }, "Saved values count for the module that saved them first. What is parked, because the program holds it without need, " +
+      "may be a saved value too, and then counts twice. Click a column to sort by it."),
     el("div", { class: "bar-tools" }, el("label", {}, "Show ", select), el("label", {}, "with ", filter), el("span", { class: "grow" }),
       el("div", { class: "legend" }, legend.map(([field, ink]) => el("span", {}, swatch(ink), field)))),
     shown.node);

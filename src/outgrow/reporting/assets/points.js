@@ -55,7 +55,7 @@ function chart(data, inks, hidden) {
   picture.append(svg("text", { class: "axis-name", x: (PAD.left + right) / 2, y: HEIGHT - 10, "text-anchor": "middle" }, data.x_label),
     svg("text", { class: "axis-name", x: 16, y: (PAD.top + bottom) / 2, "text-anchor": "middle", transform: `rotate(-90 16 ${(PAD.top + bottom) / 2})` }, data.y_label));
   const placed = [];
-  for (const one of visible) {
+  for (const one of visible.reverse()) {  // the first is on top
     const ink = inks.get(one.group), ordered = [...one.marks].sort((a, b) => a.x - b.x);
     if (one.joined && ordered.length > 1) {
       picture.append(svg("polyline", { points: ordered.map((mark) => `${x.at(mark.x)},${y.at(mark.y)}`).join(" "), fill: "none",
