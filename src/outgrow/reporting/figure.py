@@ -19,6 +19,7 @@ from outgrow.units import format_bytes, format_seconds
 
 _INCHES = (11.0, 6.2)
 _DOTS_PER_INCH = 150
+_LARGE = 4 << 30  # from here on sizes are in GiB
 _COLUMNS = 1600  # a step of 100,000 ops is drawn as so many slices of time
 _COLORS: dict[str, str] = {
     Phase.FORWARD: "#4f8fd6",
@@ -54,6 +55,8 @@ def draw_plan(path: str | Path, subject: Subject) -> None:
     FigureCanvasAgg(figure)
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
     plain = plain_profile(trace)
+    budget = subject.budget
+    unit, unit_name = (2**30, "GiB") if max(plain.peak_bytes, budget) >= _LARGE else (2**20, "MiB")
     moments = np.arange(_COLUMNS) * (end / _COLUMNS)
     plain_spans = list(zip(plan.problem.op_times, plan.problem.op_times[1:], plain.curve, strict=False))
     planned_spans = [(span.start, span.end, span.live_bytes) for span in timeline.compute]
@@ -61,15 +64,14 @@ def draw_plan(path: str | Path, subject: Subject) -> None:
         ("plain", plain_spans, base, "#8a94a3"),
         ("planned", planned_spans, 0, "#2563eb"),
     ):
-        levels = (most_by_slice(spans, end, _COLUMNS) + extra) / 2**20
+        levels = (most_by_slice(spans, end, _COLUMNS) + extra) / unit
         memory.fill_between(moments, 0, levels, step="post", alpha=0.18, color=color, linewidth=0)
         memory.step(moments, levels, where="post", color=color, linewidth=1.2, label=_peak_label(name, subject))
-    budget = subject.budget
     memory.axhline(
-        budget / 2**20, color="#d02438", linestyle="--", linewidth=1.2, label=f"budget {format_bytes(budget)}"
+        budget / unit, color="#d02438", linestyle="--", linewidth=1.2, label=f"budget {format_bytes(budget)}"
     )
     memory.set_ylim(bottom=0)
-    memory.set_ylabel("live bytes (MiB)")
+    memory.set_ylabel(f"live bytes ({unit_name})")
     memory.legend(fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.02), frameon=False, ncols=1)
     memory.set_title(f"{subject.title}: {plan.policy} within {format_bytes(budget)}")
     memory.grid(alpha=0.25)

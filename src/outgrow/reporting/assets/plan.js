@@ -370,7 +370,7 @@ class Charts {
         continue;
       }
       context.fillStyle = inks[kind];
-      context.fillRect(LEFT + first, top, Math.max(1, last - first - (last - first > 4 ? 1 : 0.25)), LANE_HEIGHT);
+      context.fillRect(LEFT + first, top, Math.max(1, last - first - (last - first > 5 ? 1 : 0)), LANE_HEIGHT);
       if (last - first > 46) {
         const words = describe(this.model, lane, i);
         const text = lane.key === "compute" ? words.head : words.where, room = Math.floor((last - first - 10) / 6.6);
