@@ -63,6 +63,7 @@ def figures(job: Job, trace: Trace, made: Plan) -> dict[str, Any]:
         "plain_peak_bytes": profile.peak_bytes,
         "peak_op": trace.describe_op(profile.peak_op),
         "predicted_peak_bytes": prediction.peak_bytes,
+        "predicted_peak_op": trace.describe_op(prediction.peak_op),
         "predicted_step_seconds": prediction.step_seconds,
         "plain_step_seconds": prediction.plain_step_seconds,
         "average_bytes": prediction.average_bytes,
@@ -97,5 +98,5 @@ def result_table(result: dict[str, Any]) -> Table:
         table.add_row(name, "", amount)
     table.add_row("fits the budget", "", "yes" if result["feasible"] else "no")
     table.add_row("least budget", "", format_bytes(result["least_budget_bytes"]))
-    table.caption = f"The plain step peaks at {result['peak_op']}."
+    table.caption = f"The plain step peaks at {result['peak_op']}, the planned one at {result['predicted_peak_op']}."
     return table

@@ -493,7 +493,7 @@ function headCards(data) {
 function chartSection(model, charts) {
   const { data } = model, used = new Set(model.lanes.flatMap((lane) => [...new Set(lane.kind)]));
   const names = { copying: "processor time of copies", wait: "device waits", fetch: "copy back", evict: "evict (beyond the plan)", recompute: "run again" };
-  const item = (mark, text) => el("span", {}, mark, text);
+  const item = (mark, text) => el("span", {}, mark, el("div", {}, text));
   return el("section", {},
     el("h2", {}, "Memory and lanes over the step"),
     el("p", { class: "about" }, "Live bytes at the worst moment of each op, and what the device and its two copy lanes do. " +
