@@ -45,6 +45,7 @@ PLAN_KEYS = {
     "plain_peak_bytes",
     "peak_op",
     "predicted_peak_bytes",
+    "predicted_peak_op",
     "predicted_step_seconds",
     "plain_step_seconds",
     "average_bytes",

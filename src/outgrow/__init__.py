@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outgrow.api import plan as plan
+    from outgrow.api import report as report
     from outgrow.cost.hardware import Hardware as Hardware
     from outgrow.cost.profiles import find_hardware as find_hardware
     from outgrow.errors import BudgetTooSmall as BudgetTooSmall
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from outgrow.errors import HostBudgetTooSmall as HostBudgetTooSmall
     from outgrow.errors import InvalidBudget as InvalidBudget
     from outgrow.errors import OutgrowError as OutgrowError
+    from outgrow.errors import ReportError as ReportError
     from outgrow.errors import SessionError as SessionError
     from outgrow.errors import SpillError as SpillError
     from outgrow.errors import TraceMismatch as TraceMismatch
@@ -58,6 +60,7 @@ _HOMES = {
     "OutgrowError": "errors",
     "Plan": "planning.plan",
     "Prediction": "planning.simulate",
+    "ReportError": "errors",
     "Session": "session",
     "SessionError": "errors",
     "SpillError": "errors",
@@ -76,6 +79,7 @@ _HOMES = {
     "find_hardware": "cost.profiles",
     "plan": "api",
     "policies": "planning.policies",
+    "report": "api",
     "trace": "tracing.capture",
     "tune": "tuning.tuner",
 }

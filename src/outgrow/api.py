@@ -1,6 +1,8 @@
-"""Planning without training: from a trace to a plan, on this machine or on another."""
+"""Planning without training: from a trace to a plan, on this machine or on another, and to a page that shows it."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
@@ -8,6 +10,8 @@ from outgrow.errors import TraceMismatch
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import Problem
+from outgrow.reporting.page import write_report
+from outgrow.reporting.subject import Subject
 from outgrow.tracing.ir import Trace
 from outgrow.units import parse_bytes
 
@@ -38,3 +42,20 @@ def plan(trace: Trace, *, budget: int | str, policy: str | Policy = "auto", hard
         )
     budget_bytes = parse_bytes(budget, total_bytes=hardware.memory_bytes)
     return maker.plan(Problem(estimate(trace, hardware), hardware, budget_bytes))
+
+
+def report(plan: Plan, path: str | Path, *, title: str | None = None) -> None:
+    """Write a plan as one HTML file, for any browser and without a network; `Session.report` for one that trains.
+
+    It shows live bytes over the step beside the plain step's and the budget, what the device and the two copy lanes
+    do and when, what holds the peak, and the decisions module by module, all as the simulator sees them.
+
+    Args:
+        plan: what to show.
+        path: where the file goes; one that is there is replaced, once the new one is whole.
+        title: the heading; default: the name of the policy.
+
+    Raises:
+        ReportError: the file cannot be written.
+    """
+    write_report(path, Subject(title or f"A plan by {plan.policy}", plan))

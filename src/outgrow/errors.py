@@ -92,6 +92,10 @@ class SpillError(OutgrowError, OSError):
     """The disk tier cannot be used or failed: missing, read-only, full, or an I/O error."""
 
 
+class ReportError(OutgrowError, OSError):
+    """A report, picture or trace cannot be written: no such folder, no permission, a full disk."""
+
+
 class SessionError(OutgrowError, RuntimeError):
     """A session used in a way that cannot work: closed, nested, or sharing a model."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -13,6 +14,9 @@ from outgrow.planning.releases import with_releases
 from outgrow.runtime.executor import StepOutcome
 from outgrow.runtime.recompute import Verdicts
 from outgrow.tracing.ir import Phase, Trace
+from outgrow.units import format_bytes, format_seconds
+
+_LOG = logging.getLogger(__name__)
 
 # Times are set right when the median of so many steps is this far from the prediction, and another plan is searched
 # for when it is that far.
@@ -115,6 +119,9 @@ class Planner:
         prediction = kind.plan.simulate()
         if outcome.watched and outcome.peak_bytes > prediction.peak_bytes * (1 + _PEAK_TOLERANCE):
             kind.distrust()
+            if not kind.steady:
+                peaks = (format_bytes(outcome.peak_bytes), format_bytes(prediction.peak_bytes))
+                _LOG.info("a step peaked at %s and was predicted at %s: the next one is recorded", *peaks)
             return False
         kind.recent = [*kind.recent, (outcome.seconds, outcome.stall_seconds)][-_TIMED_STEPS:]
         seconds, stall = (median(column) for column in zip(*kind.recent, strict=True))
@@ -137,7 +144,22 @@ class Planner:
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
             return False
         kind.plan = other
+        times = (format_seconds(seconds), format_seconds(prediction.step_seconds))
+        _LOG.info("re-planned, as steps take %s and were predicted at %s: %s", *times, in_a_line(other))
         return True
+
+
+def in_a_line(plan: Plan, plan_seconds: float | None = None) -> str:
+    """A plan in one line of a log; `plan_seconds` is what planning took."""
+    prediction = plan.simulate()
+    parts = [
+        f"{plan.policy}, predicted peak {format_bytes(prediction.peak_bytes)} of {format_bytes(plan.budget_bytes)}",
+        f"step {format_seconds(prediction.step_seconds)} (plain {format_seconds(prediction.plain_step_seconds)})",
+        f"{len(plan.offloads)} values offloaded, {len(plan.recomputes)} recomputed, {len(plan.parks)} parked",
+    ]
+    if plan_seconds is not None:
+        parts.append(f"planning took {format_seconds(plan_seconds)}")
+    return "; ".join(parts)
 
 
 def keeps_everything(plan: Plan) -> bool:

@@ -1,8 +1,14 @@
-"""The bar that commands show while they work: on standard error, and only where that is a terminal."""
+"""What commands show while they work: a bar, only where standard error is a terminal, and the library's log."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
+from rich.highlighter import NullHighlighter
+from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
@@ -19,3 +25,23 @@ def counting_bar(refresh_per_second: float = 10) -> Progress:
         transient=True,
         refresh_per_second=refresh_per_second,
     )
+
+
+@contextmanager
+def log_to(console: Console) -> Iterator[None]:
+    """What the library logs goes to a console meanwhile, one line a message, above a bar that is there."""
+    logger = logging.getLogger("outgrow")
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, show_level=False, highlighter=NullHighlighter())
+    else:
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,13 +21,15 @@ from torch.nn.parameter import UninitializedParameter
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_gpu, this_machine
 from outgrow.errors import BudgetTooSmall, DeviceOutOfMemory, SessionError, SpillError, UnsupportedDevice
-from outgrow.learning import Planner, StepKind, keeps_everything
+from outgrow.learning import Planner, StepKind, in_a_line, keeps_everything
 from outgrow.parallel import Wrappers, refuse_sharded
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
 from outgrow.planning.simulate import Prediction
+from outgrow.reporting.page import write_report
+from outgrow.reporting.subject import Subject
 from outgrow.runtime.backend import open_backend
 from outgrow.runtime.executor import Executor, StepOutcome
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
@@ -39,6 +43,7 @@ from outgrow.tracing.liveness import with_lasting_state
 from outgrow.tracing.recorder import ModuleNames, Recorder
 from outgrow.units import format_bytes, parse_bytes
 
+_LOG = logging.getLogger(__name__)
 # After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
 _RECORDINGS_AFTER_DEPARTURE = 8
 # What a step makes to last beyond what its trace shows; less than this may be anything's.
@@ -50,6 +55,8 @@ _HOST_SHARE = 0.5
 # What an allocator that is counted may have given out more than in the step before, as a share of the budget: blocks
 # are rounded up, and which ones were free is not the same twice.
 _JITTER_SHARE = 64
+# Summaries that are remembered: of a long training the last ones are what is looked at.
+_MOST_SUMMARIES = 1000
 
 
 class Session:
@@ -161,6 +168,7 @@ class Session:
         )
         self._hardware: Hardware | None = None
         self._kinds: list[StepKind] = []
+        self._syncs = self._wrappers.syncs()
         self._expected: StepKind | None = None
         self._recordings_left = 1
         if plan is not None:
@@ -168,8 +176,7 @@ class Session:
         self._steps = 0  # those that ended without an error
         self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
         self._in_step = False
-        self._syncs = self._wrappers.syncs()
-        self._summary: Summary | None = None
+        self._history: deque[Summary] = deque(maxlen=_MOST_SUMMARIES)
         self._oom_retries = self._replans = 0
         self._planned_budget = self.budget_bytes  # less where the allocator refused what the budget allows
         self._wary = False  # memory ran out in a step that was not watched
@@ -189,9 +196,42 @@ class Session:
         Raises:
             SessionError: no step was finished yet.
         """
-        if self._summary is None:
+        if not self._history:
             raise SessionError("no step was finished yet: run one inside `with session.step():`")
-        return self._summary
+        return self._history[-1]
+
+    @property
+    def history(self) -> tuple[Summary, ...]:
+        """The figures of the last steps, at most 1000, the oldest first."""
+        return tuple(self._history)
+
+    def report(self, path: str | Path, *, title: str | None = None) -> None:
+        """Write what the session plans and measures as one HTML file, for any browser and without a network.
+
+        It shows live bytes over the step beside the plain step's and the budget, what the device and the two copy
+        lanes do and when, what holds the peak, the decisions module by module, and predictions beside measurements.
+        A session may be reported on at any time after its first step, closed or not.
+
+        Args:
+            path: where the file goes; one that is there is replaced, once the new one is whole.
+            title: the heading; default: the names of the models' classes.
+
+        Raises:
+            SessionError: there is no plan yet.
+            ReportError: the file cannot be written.
+        """
+        plan = self.plan
+        if plan is None:
+            raise SessionError("there is no plan to report on yet: run a step inside `with session.step():` first")
+        names = ", ".join(type(model).__name__ for model in self._models)
+        settings = {
+            "model": names,
+            "optimizer": ", ".join(type(item).__name__ for item in self._optimizers) or "none",
+        }
+        history = self.history
+        first = self._steps - len(history) + 1
+        subject = Subject(title or names, plan, history, first, settings, self.budget_bytes)
+        write_report(path, subject)
 
     @property
     def live_bytes(self) -> int:
@@ -256,6 +296,7 @@ class Session:
         plan = None if kind is None else kind.plan
         if plan is not None and plan.spill_bytes and not self._pool.make_way(plan.spill_bytes):
             plan = None  # a graph of an earlier step still wants what lies where the plan would put its own
+            _LOG.info("fallback: an earlier step's values are still wanted; the cache decides in this step")
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
         awaits_stranger = self._stranger_at > 0 and self._steps + 1 - self._stranger_at == self._stranger_gap
         records = kind is None or not kind.steady or self._recordings_left > 0 or awaits_stranger
@@ -322,7 +363,9 @@ class Session:
         """A plan is there before the first step: it is followed at once, and trusted as far as its trace is."""
         measured = plan.problem.trace.measured
         packs = tuple(item.nbytes for item in plan.problem.trace.saved)
-        self._expected = StepKind(packs, plan.laid_out(), measured, plan.simulate().peak_bytes, 0.0)
+        self._expected = StepKind(
+            packs, plan.laid_out(), measured, plan.simulate().peak_bytes, 0.0, syncs=self._syncs
+        )
         self._kinds = [self._expected]
         self._recordings_left = 0 if measured else 1
 
@@ -356,9 +399,14 @@ class Session:
         if known is None:
             known = StepKind(outcome.packs, plan, steady, outcome.peak_bytes, seconds, syncs=self._syncs)
             self._kinds = [known, *self._kinds][:_MOST_KINDS]
+            sizes = (len(trace.ops), len(trace.saved), format_bytes(outcome.peak_bytes))
+            _LOG.info("recorded a new kind of step: %d ops, %d saved tensors, peak %s", *sizes)
+            _LOG.info("planned: %s", in_a_line(plan, seconds))
         else:
+            why = "its plan had proved wrong" if known.recordings else "the step had not settled yet"
             known.learn(plan, steady=steady, measured_peak=outcome.peak_bytes, plan_seconds=seconds)
             self._replans += 1
+            _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
         self._expected = known
 
     def _known(self, packs: tuple[int, ...]) -> StepKind | None:
@@ -388,7 +436,7 @@ class Session:
         peak = outcome.peak_bytes
         if kind is not None and prediction is not None and not outcome.watched:
             peak = kind.measured_peak
-        self._summary = Summary(
+        summary = Summary(
             policy=self._policy.name,
             budget_bytes=self.budget_bytes,
             predicted_peak_bytes=None if prediction is None else prediction.peak_bytes,
@@ -404,6 +452,7 @@ class Session:
             oom_retries=self._oom_retries,
             replans=self._replans,
         )
+        self._history.append(summary)
 
     def _hidden_bucket_bytes(self) -> int:
         """Bytes of buckets that gradients are collected in and that no gradient shows yet."""

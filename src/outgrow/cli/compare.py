@@ -22,6 +22,8 @@ from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware
 from outgrow.planning.policies import find as find_policy
 from outgrow.progress import counting_bar
+from outgrow.reporting.files import check_writable
+from outgrow.reporting.points import Cell, Column, Mark, PointsPage, Series, write_points
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.units import format_bytes, format_seconds
 
@@ -36,6 +38,7 @@ def compare(
     plot: Path | None,
     hardware: str | None,
     as_json: bool,
+    report: Path | None = None,
 ) -> None:
     """Predict, and with `rounds` measure that many steps of each pair; print a table or one line of JSON.
 
@@ -47,6 +50,7 @@ def compare(
         plot: where a plot goes; None draws none.
         hardware: the name of the device to predict for; None is the machine at hand.
         as_json: print JSON rather than a table.
+        report: where a page with the points goes; None writes none.
     """
     if hardware is not None and rounds is not None:
         raise OptionError("--measure trains on this machine: leave --hardware away, or --measure")
@@ -56,17 +60,19 @@ def compare(
     job = make_job(options)
     if plot is not None:
         check_plot_path(plot)
+    if report is not None:
+        check_writable(report)
     if rounds is not None:
         _check_what_workers_need(job)
     pairs = [Pair(name, percent) for name in names for percent in percents]
     device, predicted, measured = _work_out(job, options, pairs, rounds, profile)
-    title = f"{job.network.name}, batch {job.shape.batch}, size {job.shape.image_size}"
-    if job.channels_last:
-        title += ", channels last"
+    title = job.title
     if profile is not None:
         title += f", {device.name}"
     if plot is not None:
         draw(plot, title, _lines(names, predicted, measured))
+    if report is not None:
+        write_points(report, _page(title, job, device, predicted, measured))
     if as_json:
         curves = {"predicted": asdict(predicted), "measured": None if measured is None else asdict(measured)}
         print(json.dumps(_heading(job, device) | curves), flush=True)
@@ -196,4 +202,78 @@ def _ratios(name: str, curves: Curves) -> tuple[tuple[float, float], ...]:
         (point.peak_ratio, point.time_ratio)
         for point in curves.points
         if point.policy == name and point.peak_ratio is not None and point.time_ratio is not None
+    )
+
+
+_COLUMNS = (
+    Column("policy"),
+    Column("figures"),
+    Column("budget", "percent"),
+    Column("budget in bytes", "bytes"),
+    Column("time / plain", "factor"),
+    Column("step", "seconds"),
+    Column("peak", "bytes"),
+    Column("offloaded", "bytes"),
+    Column("recomputed", "bytes"),
+    Column("waits", "seconds"),
+    Column("least budget", "bytes"),
+)
+
+
+def _page(title: str, job: Job, hardware: Hardware, predicted: Curves, measured: Curves | None) -> PointsPage:
+    """The points as a page; what was measured as full lines, what was predicted as dashed ones."""
+    kinds = [("predicted", predicted)] + ([] if measured is None else [("measured", measured)])
+    series: list[Series] = []
+    rows: list[tuple[Cell, ...]] = []
+    notes: dict[str, None] = {}
+    for word, curves in kinds:
+        for name in dict.fromkeys(point.policy for point in curves.points):
+            points = [point for point in curves.points if point.policy == name]
+            marks = tuple(mark for mark in map(_mark, points) if mark is not None)
+            series.append(Series(f"{name}, {word}", name, marks, dashed=word == "predicted"))
+            rows += [_row(point, word) for point in points]
+        notes |= dict.fromkeys(point.problem for point in curves.points if point.problem is not None)
+    facts = [("Plain step's peak", format_bytes(curves.plain_peak_bytes), word) for word, curves in kinds] + [
+        ("Plain step", format_seconds(curves.plain_step_seconds), word) for word, curves in kinds
+    ]
+    return PointsPage(
+        title=title,
+        subtitle=f"Time against memory, policy by policy and budget by budget, on {hardware.name}",
+        facts=tuple(facts),
+        x_label="peak / plain",
+        y_label="time / plain",
+        series=tuple(series),
+        columns=_COLUMNS,
+        rows=tuple(rows),
+        notes=("Budgets are percentages of the plain step's peak.", *notes),
+        settings=tuple((job.settings() | {"device": hardware.name, "Outgrow": outgrow.__version__}).items()),
+        x_line=1.0,
+        y_line=1.0,
+    )
+
+
+def _mark(point: Point) -> Mark | None:
+    if point.peak_ratio is None or point.time_ratio is None:
+        return None
+    notes = [f"budget {point.budget_percent:g}%, {format_bytes(point.budget_bytes)}"]
+    if point.peak_bytes is not None and point.step_seconds is not None:
+        notes.append(f"peak {format_bytes(point.peak_bytes)}, step {format_seconds(point.step_seconds)}")
+    return Mark(point.peak_ratio, point.time_ratio, tuple(notes))
+
+
+def _row(point: Point, word: str) -> tuple[Cell, ...]:
+    if not point.fits:
+        word = f"{word}: {'failed' if point.problem else 'does not fit'}"
+    return (
+        point.policy,
+        word,
+        point.budget_percent,
+        point.budget_bytes,
+        point.time_ratio,
+        point.step_seconds,
+        point.peak_bytes,
+        point.offloaded_bytes,
+        point.recomputed_bytes,
+        point.stall_seconds,
+        point.least_budget_bytes,
     )

@@ -57,6 +57,23 @@ class Job:
     allow_tmpfs: bool
     seed: int
 
+    @property
+    def title(self) -> str:
+        """The step in a few words: "resnet-50, batch 16, size 224"."""
+        name = f"{self.network.name}, batch {self.shape.batch}, size {self.shape.image_size}"
+        return f"{name}, channels last" if self.channels_last else name
+
+    def settings(self) -> dict[str, str]:
+        """What a report says of the step, by name."""
+        momentum = f", momentum {self.momentum:g}" if self.optimizer == "sgd" else ""
+        return {
+            "network": self.network.name,
+            "batch": f"{self.shape.batch} of size {self.shape.image_size}",
+            "optimizer": f"{self.optimizer}{momentum}",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "memory format": "channels last" if self.channels_last else "contiguous",
+        }
+
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model, its weights drawn from the seed, and its optimizer."""
         torch.manual_seed(self.seed)

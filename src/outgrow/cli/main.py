@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,6 +26,8 @@ Examples:
   outgrow compare resnet-50 --batch 16 --budgets 100,60,40 --policies auto,vdnn-dyn --plot resnet-50.png
 
   outgrow plan vgg-16 --batch 256 --budget 12GiB --hardware k40c
+
+  outgrow report resnet-50 --batch 16 --budget 700MiB --output resnet-50.html
 
   outgrow limits resnet-152 --what batch --hardware k40c
 
@@ -83,6 +86,10 @@ def train(
     spill_dir: opt.SpillDir = None,
     allow_tmpfs: opt.AllowTmpfs = False,
     seed: opt.Seed = 0,
+    report: opt.Report = None,
+    plot: opt.Picture = None,
+    perfetto: opt.Perfetto = None,
+    verbose: opt.Verbose = False,
     as_json: opt.Json = False,
 ) -> None:
     """Train a network under a budget, and say what it took.
@@ -90,13 +97,14 @@ def train(
     Without --budget plain PyTorch trains it: the same seed gives the same losses and parameters.
     """
     _use_huge_pages()
+    from outgrow.cli.outputs import Outputs
     from outgrow.cli.train import train as run_train
 
     given = opt.Options(
         network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
         spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
-    run_train(given, steps, as_json, nproc)
+    run_train(given, steps, as_json, Outputs(report, plot, perfetto), verbose, nproc)
 
 
 @app.command()
@@ -117,6 +125,9 @@ def plan(
     spill_dir: opt.SpillDir = None,
     allow_tmpfs: opt.AllowTmpfs = False,
     seed: opt.Seed = 0,
+    report: opt.Report = None,
+    plot: opt.Picture = None,
+    perfetto: opt.Perfetto = None,
     as_json: opt.Json = False,
 ) -> None:
     """Say what a training step would take, without allocating its memory.
@@ -126,13 +137,43 @@ def plan(
     device that need not be here.
     """
     del steps
+    from outgrow.cli.outputs import Outputs
     from outgrow.cli.plan import plan as run_plan
 
     given = opt.Options(
         network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
         spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
-    run_plan(given, hardware, as_json)
+    run_plan(given, hardware, as_json, Outputs(report, plot, perfetto))
+
+
+@app.command()
+def report(
+    network: opt.ReportArgument,
+    output: opt.Output = Path("report.html"),
+    batch: opt.Batch = 16,
+    image_size: opt.ImageSize = None,
+    budget: opt.PlanBudget = None,
+    policy: opt.Policy = None,
+    hardware: opt.Hardware = None,
+    optimizer: opt.Optimizer = "sgd",
+    momentum: opt.Momentum = None,
+    dtype: opt.Dtype = "float32",
+    channels_last: opt.ChannelsLast = False,
+) -> None:
+    """Write a page that shows a plan: memory, lanes, what holds the peak.
+
+    Nothing is trained: the step is traced without allocating its memory, as
+    by 'outgrow plan'. A plan that was saved (Plan.save) is shown as it is, and
+    needs no other option than --output.
+    """
+    from outgrow.cli.report import report as run_report
+
+    given = opt.Options(
+        network, None, batch, image_size, budget, policy, optimizer, momentum,
+        dtype=dtype, channels_last=channels_last,
+    )  # fmt: skip
+    run_report(given, hardware, output)
 
 
 @app.command()
@@ -146,6 +187,7 @@ def compare(
     measure: opt.Measure = False,
     steps: opt.MeasuredSteps = 5,
     plot: opt.Plot = None,
+    report: opt.Report = None,
     hardware: opt.Hardware = None,
     optimizer: opt.Optimizer = "sgd",
     momentum: opt.Momentum = None,
@@ -176,7 +218,7 @@ def compare(
         network, data, batch, image_size, None, None, optimizer, momentum, lr, dtype, channels_last,
         spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
-    run_compare(given, budgets, policies, steps if measure else None, plot, hardware, as_json)
+    run_compare(given, budgets, policies, steps if measure else None, plot, hardware, as_json, report)
 
 
 @app.command()

@@ -54,6 +54,14 @@ NetworkArgument = Annotated[
         show_default=False,
     ),
 ]
+ReportArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="NETWORK|PLAN",
+        help="Name of the network, or a file that Plan.save wrote; its name must end in .json.",
+        show_default=False,
+    ),
+]
 Data = Annotated[
     str | None,
     typer.Option(
@@ -137,6 +145,46 @@ Plot = Annotated[
         help="Draw time against peak into this file, a line for each policy: full where measured, dashed where "
         'predicted. .png, .svg or .pdf, for example time.png. Needs matplotlib: pip install "outgrow[plot]".',
         show_default="no plot",
+    ),
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw live bytes and the three lanes over the step into this file: .png, .svg or .pdf. Needs "
+        'matplotlib: pip install "outgrow[plot]".',
+        show_default="no picture",
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write a report into this file, for example run.html: one page for any browser, without a network.",
+        show_default="no report",
+    ),
+]
+Perfetto = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the lanes as a Chrome trace into this file, for example step.json.gz, for ui.perfetto.dev or "
+        "speedscope.app.",
+        show_default="no trace",
+    ),
+]
+Output = Annotated[
+    Path,
+    typer.Option("--output", "-o", metavar="FILE", help="Where the report goes; what is there is replaced."),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Say on standard error when a step is recorded, planned or planned again, when memory runs out (a page "
+        "fault), and when a step departs from its plan.",
     ),
 ]
 Optimizer = Annotated[OptimizerName, typer.Option(help="The optimizer.")]

@@ -11,20 +11,23 @@ from rich.table import Table
 
 from outgrow.cli.job import Job, make_job
 from outgrow.cli.options import Options
+from outgrow.cli.outputs import NO_OUTPUTS, Outputs
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware
 from outgrow.planning.plan import Plan
+from outgrow.reporting.subject import Subject
 from outgrow.tracing.ir import Trace
 from outgrow.tracing.liveness import plain_profile
 from outgrow.units import format_bytes, format_seconds
 
 
-def plan(options: Options, hardware: str | None, as_json: bool) -> None:
+def plan(options: Options, hardware: str | None, as_json: bool, outputs: Outputs = NO_OUTPUTS) -> None:
     """Trace, plan, and print what came out: a table, or with `as_json` one line of JSON.
 
     `hardware` names the device to plan for; None is the machine at hand.
     """
+    outputs.check()
     device = None if hardware is None else find_hardware(hardware)
     job = make_job(options, None if device is None else device.memory_bytes)
     stderr = Console(stderr=True)
@@ -37,6 +40,7 @@ def plan(options: Options, hardware: str | None, as_json: bool) -> None:
         print(json.dumps(result), flush=True)
     else:
         Console().print(result_table(result))
+    outputs.write(Subject(job.title, made, settings=job.settings()), stderr)
 
 
 def make_plan(job: Job, trace: Trace, hardware: Hardware | None = None) -> Plan:
@@ -59,6 +63,7 @@ def figures(job: Job, trace: Trace, made: Plan) -> dict[str, Any]:
         "plain_peak_bytes": profile.peak_bytes,
         "peak_op": trace.describe_op(profile.peak_op),
         "predicted_peak_bytes": prediction.peak_bytes,
+        "predicted_peak_op": trace.describe_op(prediction.peak_op),
         "predicted_step_seconds": prediction.step_seconds,
         "plain_step_seconds": prediction.plain_step_seconds,
         "average_bytes": prediction.average_bytes,
@@ -93,5 +98,5 @@ def result_table(result: dict[str, Any]) -> Table:
         table.add_row(name, "", amount)
     table.add_row("fits the budget", "", "yes" if result["feasible"] else "no")
     table.add_row("least budget", "", format_bytes(result["least_budget_bytes"]))
-    table.caption = f"The plain step peaks at {result['peak_op']}."
+    table.caption = f"The plain step peaks at {result['peak_op']}, the planned one at {result['predicted_peak_op']}."
     return table

@@ -201,7 +201,7 @@ def _train(options: Options, steps: int) -> dict[str, Any]:
             torch.manual_seed(options.seed + part.index)
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-        return run(make_job(options), steps, Console(stderr=True, quiet=not is_first), part, wrap)
+        return run(make_job(options), steps, Console(stderr=True, quiet=not is_first), part=part, wrap=wrap)
     finally:
         distributed.destroy_process_group()
 

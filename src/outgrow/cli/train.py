@@ -23,40 +23,64 @@ from outgrow.cli.datasets import WHOLE, Batch, Part
 from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.memory import PeakMeter, resident_bytes, settle
 from outgrow.cli.options import Options
+from outgrow.cli.outputs import NO_OUTPUTS, Outputs
+from outgrow.progress import log_to
+from outgrow.reporting.subject import Subject
 from outgrow.units import format_bytes, format_seconds
 
 PLAIN = "plain"
+_GAUGE_CELLS = 12
 
 
-def train(options: Options, steps: int, as_json: bool, nproc: int = 1) -> None:
+def train(
+    options: Options,
+    steps: int,
+    as_json: bool,
+    outputs: Outputs = NO_OUTPUTS,
+    verbose: bool = False,
+    nproc: int = 1,
+) -> None:
     """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr.
 
-    With `nproc` above 1 so many processes train together.
+    `outputs` are written when the training is over; with `verbose` the session's log goes to standard error. With
+    `nproc` above 1 so many processes train together.
     """
     job = make_job(options)
-    _refuse_idle_options(options)
+    _refuse_idle_options(options, outputs)
+    outputs.check()
     stderr = Console(stderr=True)
-    if nproc > 1:
-        from outgrow.cli.ranks import run_ranks
+    sessions: list[outgrow.Session] = []
+    with log_to(stderr) if verbose else nullcontext():
+        if nproc > 1:
+            from outgrow.cli.ranks import run_ranks
 
-        result = run_ranks(options, job, nproc, steps, stderr)
-    else:
-        result = run(job, steps, stderr)
+            result = run_ranks(options, job, nproc, steps, stderr)
+        else:
+            result = run(job, steps, stderr, on_session=sessions.append)
     (stderr if as_json else Console()).print(_table(job, result))
     if as_json:
         print(json.dumps(result), flush=True)
+    for session in sessions:
+        assert session.plan is not None, "every step that ends leaves a plan"
+        history = session.history
+        first = steps - len(history) + 1
+        subject = Subject(job.title, session.plan, history, first, job.settings(), session.budget_bytes)
+        outputs.write(subject, stderr)
 
 
 def run(
     job: Job,
     steps: int,
     stderr: Console,
+    *,
     part: Part = WHOLE,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
+    on_session: Callable[[outgrow.Session], None] = lambda session: None,
 ) -> dict[str, Any]:
     """Train for some steps; the figures under the keys that `outgrow train --json` prints.
 
     A process that trains together with others has a `part` of the samples, and its model is what `wrap` makes of it.
+    `on_session` is called with the session when the training is over, if there was one.
     """
     batches = job.batches(part)
     if part is WHOLE:  # else it was seen to before any of the processes was started
@@ -87,6 +111,8 @@ def run(
         # With one step there is none but the first.
         peak = meter.peak_bytes if steps > 1 else None
         figures = _session_figures(session)
+        if session is not None:
+            on_session(session)
     return {
         "network": job.network.name,
         "batch": job.shape.batch,
@@ -136,13 +162,13 @@ def timed_step(
 
 
 def make_progress(stderr: Console) -> Progress:
-    """A progress bar; silent where standard error is no terminal."""
+    """A progress bar, with the highest live bytes so far against the budget; silent where there is no terminal."""
     return Progress(
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(),
         TextColumn("{task.fields[loss]}"),
         TextColumn("{task.fields[speed]}"),
-        TextColumn("{task.fields[memory]}"),
+        TextColumn("{task.fields[memory]}", markup=False),
         TimeRemainingColumn(),
         console=stderr,
         disable=not stderr.is_terminal,
@@ -160,10 +186,17 @@ def show_step(
 ) -> None:
     """Move the bar on by one step."""
     memory = ""
-    if session is not None:
-        memory = f"peak {format_bytes(session.peak_bytes)} of {format_bytes(session.budget_bytes)}"
+    if session is not None and session.history:
+        memory = memory_gauge(session.history[-1].measured_peak_bytes, session.budget_bytes)
     speed = f"{job.shape.batch / seconds:.1f} samples/s"
     progress.update(task, advance=1, loss=f"loss {loss:.4f}", speed=speed, memory=memory)
+
+
+def memory_gauge(peak_bytes: int, budget_bytes: int) -> str:
+    """A peak against its budget, as a bar and in words: "peak [######--] 612.0 MiB of 700.0 MiB"."""
+    filled = min(_GAUGE_CELLS, round(peak_bytes / budget_bytes * _GAUGE_CELLS))
+    bar = "#" * filled + "-" * (_GAUGE_CELLS - filled)
+    return f"peak [{bar}] {format_bytes(peak_bytes)} of {format_bytes(budget_bytes)}"
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -175,7 +208,7 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _refuse_idle_options(options: Options) -> None:
+def _refuse_idle_options(options: Options, outputs: Outputs) -> None:
     """Refuse what would do nothing in a plain run, rather than let somebody believe in it."""
     if options.budget is not None:
         return
@@ -184,7 +217,7 @@ def _refuse_idle_options(options: Options) -> None:
         "--spill-dir": options.spill_dir is not None,
         "--allow-tmpfs": options.allow_tmpfs,
     }
-    for name, is_given in given.items():
+    for name, is_given in (given | dict.fromkeys(outputs.names, True)).items():
         if is_given:
             raise OptionError(f"{name} needs a --budget: without one, plain PyTorch trains")
 

@@ -17,6 +17,7 @@ from outgrow.planning.plan import Plan, Replay
 from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import Recipe, burst
 from outgrow.planning.reuse import overwritten
+from outgrow.planning.timeline import Activity, Recording, Span, Timeline
 from outgrow.tracing.ir import Event, Phase
 from outgrow.tracing.liveness import average
 
@@ -87,6 +88,13 @@ def landings(plan: Plan) -> dict[int, int]:
     return walk.landed_at
 
 
+def timeline(plan: Plan) -> Timeline:
+    """The same step as `simulate`'s, span by span."""
+    recording = Recording()
+    _Walk(plan, recording).run()
+    return recording.finish()
+
+
 @dataclass(slots=True)
 class _Entry:
     """A value that may be away: a saved one as the pool sees it, or one that the plan parks.
@@ -112,8 +120,9 @@ class _Entry:
 
 
 class _Walk:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, recording: Recording | None = None) -> None:
         problem = plan.problem
+        self._recording = recording
         self.problem = problem
         self.time = self.stall = self.recompute = 0.0
         self.curve: list[int] = []
@@ -177,6 +186,8 @@ class _Walk:
                 self._make_room(rise)
             self.curve.append(max(self._live + rise, self._burst_peak))
             self._burst_peak = 0
+            if self._recording is not None:
+                self._computed(Activity.RUN, self.time, self.time + op.seconds, now, live=self._live + rise)
             self._live += born
             self.time += op.seconds
         self._op = len(trace.ops)
@@ -208,6 +219,8 @@ class _Walk:
     def _free(self, value: int) -> None:
         entry = self._entries[value]
         entry.resident = False
+        if self._recording is not None:
+            self._recording.moved(value, arrives=False)
         self._recent.pop(value, None)
         self._live -= entry.nbytes
 
@@ -246,18 +259,36 @@ class _Walk:
             return
         entry.offloading = True
         if not entry.leaving:
-            self._copy_out(value)
+            self._copy_out(value, Activity.OFFLOAD if planned else Activity.EVICT)
         if planned:
             self.offloaded_bytes += entry.nbytes
         else:
             self.evicted_bytes += entry.nbytes
 
-    def _copy_out(self, value: int) -> None:
+    def _copy_out(self, value: int, activity: Activity) -> None:
         entry = self._entries[value]
-        self._out_free = max(self._out_free, self.time) + self.problem.hardware.copy_out_seconds(entry.nbytes)
-        self.time += self.problem.hardware.copying_costs(entry.nbytes)
+        start = max(self._out_free, self.time)
+        self._out_free = start + self.problem.hardware.copy_out_seconds(entry.nbytes)
+        if self._recording is not None:
+            self._recording.out.append(Span(activity, start, self._out_free, self._op, value))
+        self._pay_for_copy(value)
         self._leaving.append((self._out_free, value))
         entry.leaving = True
+
+    def _pay_for_copy(self, value: int) -> None:
+        """The processor time that a copy takes from the computation."""
+        cost = self.problem.hardware.copying_costs(self._entries[value].nbytes)
+        if self._recording is not None and cost:
+            self._computed(Activity.COPYING, self.time, self.time + cost, self._op, value)
+        self.time += cost
+
+    def _computed(
+        self, activity: Activity, start: float, end: float, op: int, value: int = -1, live: int | None = None
+    ) -> None:
+        """Record what the compute lane does; live bytes are those of now where nothing else is said."""
+        assert self._recording is not None
+        level = self._live if live is None else live
+        self._recording.compute.append(Span(activity, start, end, op, value, level))
 
     def _park(self, value: int) -> None:
         """Send away a value that the program still holds; a copy that is there already will do."""
@@ -281,7 +312,7 @@ class _Walk:
             return
         entry.parking = True
         if not entry.leaving:
-            self._copy_out(value)
+            self._copy_out(value, Activity.PARK)
             self.offloaded_bytes += entry.nbytes
 
     @property
@@ -315,10 +346,15 @@ class _Walk:
 
     def _remake(self, value: int) -> None:
         """Make a gradient anew from what the op that made it had read."""
-        entry, op = self._entries[value], self.problem.trace.ops[self.problem.trace.values[value].birth]
+        birth = self.problem.trace.values[value].birth
+        entry, op = self._entries[value], self.problem.trace.ops[birth]
         self._live += entry.nbytes
         entry.resident, entry.parked = True, False
         self._burst_peak = max(self._burst_peak, self._live + op.workspace_bytes)
+        if self._recording is not None:
+            self._recording.moved(value, arrives=True)
+            level = self._live + op.workspace_bytes
+            self._computed(Activity.RECOMPUTE, self.time, self.time + op.seconds, birth, value, level)
         self._live -= self._source_bytes(value)
         self.time += op.seconds
         self.recompute += op.seconds
@@ -405,7 +441,10 @@ class _Walk:
             rise = sum(trace.values[index].nbytes for index in made) + op.workspace_bytes
             if self._evicts and self._live + sum(inside.values()) + rise > self.problem.budget_bytes:
                 self._make_room(sum(inside.values()) + rise)
-            self._burst_peak = max(self._burst_peak, self._live + sum(inside.values()) + rise)
+            level = self._live + sum(inside.values()) + rise
+            self._burst_peak = max(self._burst_peak, level)
+            if self._recording is not None:
+                self._computed(Activity.RECOMPUTE, self.time, self.time + op.seconds, number, value, level)
             inside |= {trace.values[index].storage: trace.values[index].nbytes for index in made}
             alive = {trace.values[value].storage} | {
                 trace.values[index].storage for index in (*op.inputs, *op.outputs) if last_use.get(index, -1) > number
@@ -419,6 +458,8 @@ class _Walk:
             self._entries[source].in_use -= 1
         entry = self._entries[value]
         entry.resident, entry.dropped = True, False
+        if self._recording is not None:
+            self._recording.moved(value, arrives=True)
         self._live += entry.nbytes
         self.recomputed_bytes += entry.nbytes
 
@@ -428,6 +469,8 @@ class _Walk:
     def _wait_until(self, moment: float, value: int = -1) -> None:
         if moment > self.time:
             self.waits.append(Wait(self._op, moment - self.time, value))
+            if self._recording is not None:
+                self._computed(Activity.WAIT, self.time, moment, self._op, value)
             self.stall += moment - self.time
             self.time = moment
 
@@ -459,8 +502,12 @@ class _Walk:
         entry = self._entries[value]
         self._live += entry.nbytes
         entry.resident, entry.parked = True, False
-        self._in_free = max(self._in_free, self.time) + self.problem.hardware.copy_in_seconds(entry.nbytes)
-        self.time += self.problem.hardware.copying_costs(entry.nbytes)
+        start = max(self._in_free, self.time)
+        self._in_free = start + self.problem.hardware.copy_in_seconds(entry.nbytes)
+        if self._recording is not None:
+            self._recording.moved(value, arrives=True)
+            self._recording.back.append(Span(Activity.FETCH, start, self._in_free, self._op, value))
+        self._pay_for_copy(value)
         entry.arrives = self._in_free
         self._touch(value)
 

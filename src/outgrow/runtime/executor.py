@@ -7,6 +7,7 @@ asked for is there, and an op that does not fit sends the least recently used aw
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 import time
@@ -40,6 +41,8 @@ from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
 from outgrow.tracing.probe import measured_call
 from outgrow.tracing.recorder import Recorder, accumulates_gradient
+
+_LOG = logging.getLogger(__name__)
 
 # Addresses that the stack of a thread takes, and what glibc and Python set aside for it.
 _STACK_BYTES = 9 << 20
@@ -181,6 +184,8 @@ class Executor:
         assert self._stack is not None
         if self._changes_threads:
             self._come_here()
+        if self._plan is not None and self._tick < len(self._plan.problem.trace.ticks):
+            _LOG.info("fallback: the step ended early, %s", self._where_in_trace(self._tick))
         try:
             with torch._C.DisableTorchFunction():
                 self._parking.end()
@@ -464,6 +469,8 @@ class Executor:
 
     def _depart(self) -> None:
         """The step is not the one of the trace: leave the plan and let the cache decide from here on."""
+        where = self._where_in_trace(self._tick - 1)
+        _LOG.info("fallback: the step departs from its trace %s; the cache decides from here on", where)
         self._plan = None
         self._actions = {}
         self._reuser.begin(None, {})
@@ -476,6 +483,15 @@ class Executor:
             return
         self._watched = True
         self._stack.enter_context(_Watch(self, self._table))
+
+    def _where_in_trace(self, tick: int) -> str:
+        assert self._plan is not None
+        trace = self._plan.problem.trace
+        if tick >= len(trace.ticks):
+            return f"after tick {len(trace.ticks)}, its last"
+        op = trace.ticks[tick].op
+        place = trace.describe_op(op) if op < len(trace.ops) else "its end"
+        return f"at tick {tick} of {len(trace.ticks)}, op {op}: {place}"
 
     # --- the ops ---
 

@@ -7,6 +7,7 @@ sends the least recently used away when an allocation would not fit.
 from __future__ import annotations
 
 import errno
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,8 @@ from outgrow.units import format_bytes
 
 if TYPE_CHECKING:
     from outgrow.runtime.recipes import Recipe
+
+_LOG = logging.getLogger(__name__)
 
 # Where the allocator refuses memory, this share of what is alive leaves at least: faults should be few.
 _FAULT_SHARE = 8
@@ -490,12 +493,15 @@ class Pool:
         self.faults += 1
         self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
         self._memory.relieve()
-        evicted = self.evict(max(nbytes, self._ledger.live_bytes // _FAULT_SHARE))
+        before = self._ledger.live_bytes
+        evicted = self.evict(max(nbytes, before // _FAULT_SHARE))
         if not evicted:
             raise DeviceOutOfMemory(
                 f"{what} found no memory and nothing is left to evict: {self.holdings()}."
                 f" The allocator said: {str(error).splitlines()[0]}"
             ) from error
+        left = format_bytes(before - self._ledger.live_bytes)
+        _LOG.info("page fault: %s found no memory for %s, and %s left the device", what, format_bytes(nbytes), left)
         self._memory.relieve()
 
     def make_room(self, need: int) -> bool:
