@@ -7,9 +7,11 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -27,13 +29,36 @@ from outgrow.units import format_bytes, format_seconds
 PLAIN = "plain"
 
 
-def train(options: Options, steps: int, as_json: bool) -> None:
-    """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr."""
-    job = make_job(options)
-    _refuse_idle_options(options)
+class Budgeted(Protocol):
+    """What a session is opened with: a `Job`, or a job of a user's own file."""
+
+    @property
+    def budget_bytes(self) -> int | None: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def spill_dir(self) -> Path | None: ...
+    @property
+    def allow_tmpfs(self) -> bool: ...
+
+
+def train(options: Options, steps: int, as_json: bool, given: Collection[str] = ()) -> None:
+    """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr.
+
+    `given` has the names of the options that were typed: some mean nothing for a user's own file.
+    """
+    from outgrow.cli import own  # it trains with what is here
+
     stderr = Console(stderr=True)
-    result = run(job, steps, stderr)
-    (stderr if as_json else Console()).print(_table(job, result))
+    if own.is_own(options.network):
+        own_job = own.make_own_job(options, given)
+        _refuse_idle_options(options)
+        result = own.run(own_job, steps, stderr)
+    else:
+        job = make_job(options)
+        _refuse_idle_options(options)
+        result = run(job, steps, stderr)
+    (stderr if as_json else Console()).print(_table(result))
     if as_json:
         print(json.dumps(result), flush=True)
 
@@ -64,24 +89,40 @@ def run(job: Job, steps: int, stderr: Console) -> dict[str, Any]:
                 meter.start()
             else:
                 meter.sample()
-            show_step(progress, task, job, loss, seconds, session)
+            show_step(progress, task, job.shape.batch, loss, seconds, session)
         # With one step there is none but the first.
         peak = meter.peak_bytes if steps > 1 else None
-        figures = _session_figures(session)
+        return result_of(job.labels, session, peak, baseline, step_seconds, losses, fingerprint(model))
+
+
+def result_of(
+    labels: dict[str, Any],
+    session: outgrow.Session | None,
+    rss_peak: int | None,
+    baseline: int,
+    step_seconds: list[float],
+    losses: Sequence[float | None],
+    parameters: str,
+) -> dict[str, Any]:
+    """The object that `outgrow train --json` prints. Sizes in bytes; a loss is None where the step returned none."""
     return {
-        "network": job.network.name,
-        "batch": job.shape.batch,
-        **figures,
-        "rss_peak_bytes": None if peak is None else peak - baseline,
+        "network": labels["network"],
+        "batch": labels["batch"],
+        **_session_figures(session),
+        "rss_peak_bytes": None if rss_peak is None else rss_peak - baseline,
         "baseline_rss_bytes": baseline,
         "step_seconds": step_seconds,
         # JSON has no word for infinite or undefined: a loss that diverged is null.
-        "losses": [loss if math.isfinite(loss) else None for loss in losses],
-        "parameters_sha256": fingerprint(model),
+        "losses": [loss if loss is not None and math.isfinite(loss) else None for loss in losses],
+        "parameters_sha256": parameters,
     }
 
 
-def open_session(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> outgrow.Session:
+def open_session(
+    job: Budgeted,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> outgrow.Session:
     """The session of a job that has a budget."""
     assert job.budget_bytes is not None
     return outgrow.Session(
@@ -127,25 +168,27 @@ def make_progress(stderr: Console) -> Progress:
 def show_step(
     progress: Progress,
     task: TaskID,
-    job: Job,
-    loss: float,
+    batch: int | None,
+    loss: float | None,
     seconds: float,
     session: outgrow.Session | None,
 ) -> None:
-    """Move the bar on by one step."""
+    """Move the bar on by one step; what nobody knows is left out."""
     memory = ""
     if session is not None:
         memory = f"peak {format_bytes(session.peak_bytes)} of {format_bytes(session.budget_bytes)}"
-    speed = f"{job.shape.batch / seconds:.1f} samples/s"
-    progress.update(task, advance=1, loss=f"loss {loss:.4f}", speed=speed, memory=memory)
+    speed = f"{seconds:.2f} s/step" if batch is None else f"{batch / seconds:.1f} samples/s"
+    said = "" if loss is None else f"loss {loss:.4f}"
+    progress.update(task, advance=1, loss=said, speed=speed, memory=memory)
 
 
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256, in hexadecimal, over the bytes of all parameters and buffers in order of name."""
+def fingerprint(*models: nn.Module) -> str:
+    """SHA-256, in hexadecimal, over the bytes of all parameters and buffers, of each model in order of name."""
     digest = hashlib.sha256()
-    for _, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy())
+    for model in models:
+        for _, tensor in sorted(model.state_dict().items()):
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -191,8 +234,10 @@ def _session_figures(session: outgrow.Session | None) -> dict[str, Any]:
     }
 
 
-def _table(job: Job, result: dict[str, Any]) -> Table:
-    table = Table(title=f"{result['network']}, batch {result['batch']}, {result['policy']}", show_header=False)
+def _table(result: dict[str, Any]) -> Table:
+    batch = result["batch"]
+    title = ", ".join((result["network"], *([] if batch is None else [f"batch {batch}"]), result["policy"]))
+    table = Table(title=title, show_header=False)
     table.add_column()
     table.add_column(justify="right")
 
@@ -203,9 +248,10 @@ def _table(job: Job, result: dict[str, Any]) -> Table:
     seconds = statistics.median(result["step_seconds"])
     loss = result["losses"][-1]
     table.add_row("steps", str(len(result["losses"])))
-    table.add_row("last loss", "diverged" if loss is None else f"{loss:.4f}")
+    table.add_row("last loss", "none, or diverged" if loss is None else f"{loss:.4f}")
     table.add_row("time of a step (median)", format_seconds(seconds))
-    table.add_row("samples per second", f"{job.shape.batch / seconds:.1f}")
+    if batch is not None:
+        table.add_row("samples per second", f"{batch / seconds:.1f}")
     row("budget", "budget_bytes", format_bytes)
     row("peak, predicted", "predicted_peak_bytes", format_bytes)
     row("peak, measured", "measured_peak_bytes", format_bytes)
