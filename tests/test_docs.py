@@ -4,7 +4,7 @@ What is checked of code blocks:
 
 - Python: all blocks of a page are executed, in order, in one namespace. What pages take for granted (`model`,
   `optimizer`, `batches`, ...) is `namespace()` below; what one page needs besides stands in it as `<!-- hidden`.
-- Shell: each `outgrow` command goes through the command line's own parser; those of `train`, `plan` and `compare` also
+- Shell: each `outgrow` command goes through the parser of the command line; those of `train`, `plan`, `compare` also
   through the checks of network, policy, device and budget that the command makes before it works. The commands of the
   quick start and of the page on a user's own file are run as well, `train` and `plan` with small settings; the others
   are not run, as many take minutes. Of `python FILE` it is checked that the file is there and has the options
