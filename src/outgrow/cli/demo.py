@@ -58,7 +58,7 @@ def demo() -> None:
                 losses.append(loss)
                 if index >= WARM_UP:
                     (managed if inside else plain).append(seconds)
-                show_step(progress, task, job, loss, seconds, session)
+                show_step(progress, task, BATCH, loss, seconds, session)
         summary = session.summary()
         peak = session.peak_bytes
     stdout.print("\nThe last step under the budget:")

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -73,6 +74,11 @@ class Job:
             "dtype": str(self.dtype).removeprefix("torch."),
             "memory format": "channels last" if self.channels_last else "contiguous",
         }
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What is trained, as the JSON of the commands has it."""
+        return {"network": self.network.name, "batch": self.shape.batch, "image_size": self.shape.image_size}
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model, its weights drawn from the seed, and its optimizer."""
@@ -209,7 +215,7 @@ def make_job(options: Options, memory_bytes: int | None = None) -> Job:
         network=network,
         data=default_data(network) if options.data is None else options.data,
         shape=Shape(options.batch, image_size, network.classes),
-        budget_bytes=_budget_bytes(options.budget, memory_bytes),
+        budget_bytes=budget_in_bytes(options.budget, memory_bytes),
         policy="auto" if options.policy is None else options.policy,
         optimizer=options.optimizer,
         learning_rate=options.learning_rate or DEFAULT_LEARNING_RATE[options.optimizer],
@@ -222,7 +228,8 @@ def make_job(options: Options, memory_bytes: int | None = None) -> Job:
     )
 
 
-def _budget_bytes(budget: str | None, memory_bytes: int | None) -> int | None:
+def budget_in_bytes(budget: str | None, memory_bytes: int | None) -> int | None:
+    """What --budget says, in bytes; None if it was not given. A share is one of `memory_bytes`, or of the machine."""
     if budget is None:
         return None
     return parse_bytes(budget, psutil.virtual_memory().total if memory_bytes is None else memory_bytes)

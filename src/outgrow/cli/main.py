@@ -32,6 +32,8 @@ Examples:
   outgrow limits resnet-152 --what batch --hardware k40c
 
   outgrow tune resnet-50 --image-size 64 --budget 1GiB --lr 0.05
+
+  outgrow train my_model.py:make_step --batch 32 --budget 8GiB
 """
 
 _EXIT_USAGE = 2
@@ -70,7 +72,8 @@ def main(
 
 @app.command()
 def train(
-    network: opt.NetworkArgument,
+    context: typer.Context,
+    network: opt.StepArgument,
     data: opt.Data = None,
     batch: opt.Batch = 16,
     nproc: opt.Nproc = 1,
@@ -95,6 +98,10 @@ def train(
     """Train a network under a budget, and say what it took.
 
     Without --budget plain PyTorch trains it: the same seed gives the same losses and parameters.
+
+    A model of your own is a FILE.py:FUNCTION whose function takes the batch size, or nothing, and returns an
+    outgrow.TrainingStep: model, optimizer and a function that runs one step. What the file says itself (--data,
+    --image-size, --optimizer, --lr, ...) is no option then.
     """
     _use_huge_pages()
     from outgrow.cli.outputs import Outputs
@@ -104,12 +111,13 @@ def train(
         network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
         spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
-    run_train(given, steps, as_json, Outputs(report, plot, perfetto), verbose, nproc)
+    run_train(given, steps, as_json, Outputs(report, plot, perfetto), verbose, nproc, _typed(context))
 
 
 @app.command()
 def plan(
-    network: opt.NetworkArgument,
+    context: typer.Context,
+    network: opt.StepArgument,
     data: opt.Data = None,
     batch: opt.Batch = 16,
     image_size: opt.ImageSize = None,
@@ -144,7 +152,7 @@ def plan(
         network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
         spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
-    run_plan(given, hardware, as_json, Outputs(report, plot, perfetto))
+    run_plan(given, hardware, as_json, Outputs(report, plot, perfetto), _typed(context))
 
 
 @app.command()
@@ -338,6 +346,15 @@ def demo() -> None:
     from outgrow.cli.demo import demo as run_demo
 
     run_demo()
+
+
+def _typed(context: typer.Context) -> frozenset[str]:
+    """The names of the options that were typed, whatever their values."""
+    return frozenset(
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+    )
 
 
 def _use_huge_pages() -> None:

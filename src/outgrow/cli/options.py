@@ -62,6 +62,16 @@ ReportArgument = Annotated[
         show_default=False,
     ),
 ]
+StepArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="NETWORK|FILE.py:FUNCTION",
+        help="Name of the network, for example resnet-50, vgg-16, unet or gpt-12x256 (12 layers, width 256); "
+        "'outgrow networks' lists them. Or a function of yours that makes a training step, for example "
+        "my_model.py:make_step.",
+        show_default=False,
+    ),
+]
 Data = Annotated[
     str | None,
     typer.Option(

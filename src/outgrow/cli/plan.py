@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
-from outgrow.cli.job import Job, make_job
+from outgrow.cli.job import make_job
 from outgrow.cli.options import Options
 from outgrow.cli.outputs import NO_OUTPUTS, Outputs
+from outgrow.cli.own import is_own, make_own_job
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware
@@ -22,14 +24,36 @@ from outgrow.tracing.liveness import plain_profile
 from outgrow.units import format_bytes, format_seconds
 
 
-def plan(options: Options, hardware: str | None, as_json: bool, outputs: Outputs = NO_OUTPUTS) -> None:
+class Planned(Protocol):
+    """What is planned: a `Job`, or a job of a user's own file."""
+
+    @property
+    def labels(self) -> dict[str, Any]: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def budget_bytes(self) -> int | None: ...
+    def settings(self) -> dict[str, str]: ...
+    def fake_trace(self, hardware: Hardware | None = None) -> Trace: ...
+    def plan(self, trace: Trace, budget_bytes: int, hardware: Hardware | None = None) -> Plan: ...
+
+
+def plan(
+    options: Options,
+    hardware: str | None,
+    as_json: bool,
+    outputs: Outputs = NO_OUTPUTS,
+    given: Collection[str] = (),
+) -> None:
     """Trace, plan, and print what came out: a table, or with `as_json` one line of JSON.
 
-    `hardware` names the device to plan for; None is the machine at hand.
+    `hardware` names the device to plan for; None is the machine at hand. `given` has the names of the options that
+    were typed: some mean nothing for a user's own file.
     """
     outputs.check()
     device = None if hardware is None else find_hardware(hardware)
-    job = make_job(options, None if device is None else device.memory_bytes)
+    memory = None if device is None else device.memory_bytes
+    job: Planned = make_own_job(options, given, memory) if is_own(options.network) else make_job(options, memory)
     stderr = Console(stderr=True)
     with stderr.status("Tracing and planning") if stderr.is_terminal else nullcontext():
         device = this_machine() if device is None else device
@@ -43,20 +67,18 @@ def plan(options: Options, hardware: str | None, as_json: bool, outputs: Outputs
     outputs.write(Subject(job.title, made, settings=job.settings()), stderr)
 
 
-def make_plan(job: Job, trace: Trace, hardware: Hardware | None = None) -> Plan:
+def make_plan(job: Planned, trace: Trace, hardware: Hardware | None = None) -> Plan:
     """The job's plan; without a budget, for the plain step's peak."""
     budget = job.budget_bytes
     return job.plan(trace, plain_profile(trace).peak_bytes if budget is None else budget, hardware)
 
 
-def figures(job: Job, trace: Trace, made: Plan) -> dict[str, Any]:
+def figures(job: Planned, trace: Trace, made: Plan) -> dict[str, Any]:
     """What `outgrow plan --json` prints, by key."""
     profile = plain_profile(trace)
     prediction = made.simulate()
     return {
-        "network": job.network.name,
-        "batch": job.shape.batch,
-        "image_size": job.shape.image_size,
+        **job.labels,
         "hardware": made.problem.hardware.name,
         "policy": made.policy,
         "budget_bytes": made.budget_bytes,
@@ -76,7 +98,9 @@ def figures(job: Job, trace: Trace, made: Plan) -> dict[str, Any]:
 
 def result_table(result: dict[str, Any]) -> Table:
     """The figures for people."""
-    title = f"{result['network']}, batch {result['batch']}, size {result['image_size']}, {result['hardware']}"
+    sizes = {"batch": result["batch"], "size": result["image_size"]}
+    known = [f"{name} {size}" for name, size in sizes.items() if size is not None]
+    title = ", ".join((result["network"], *known, result["hardware"]))
     table = Table(title=title)
     table.add_column("")
     table.add_column("plain", justify="right")

@@ -7,10 +7,11 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -32,6 +33,27 @@ PLAIN = "plain"
 _GAUGE_CELLS = 12
 
 
+class Budgeted(Protocol):
+    """What a session is opened with: a `Job`, or a job of a user's own file."""
+
+    @property
+    def budget_bytes(self) -> int | None: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def spill_dir(self) -> Path | None: ...
+    @property
+    def allow_tmpfs(self) -> bool: ...
+
+
+class Reported(Budgeted, Protocol):
+    """What a report is made of when it was trained."""
+
+    @property
+    def title(self) -> str: ...
+    def settings(self) -> dict[str, str]: ...
+
+
 def train(
     options: Options,
     steps: int,
@@ -39,25 +61,35 @@ def train(
     outputs: Outputs = NO_OUTPUTS,
     verbose: bool = False,
     nproc: int = 1,
+    given: Collection[str] = (),
 ) -> None:
     """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr.
 
     `outputs` are written when the training is over; with `verbose` the session's log goes to standard error. With
-    `nproc` above 1 so many processes train together.
+    `nproc` above 1 so many processes train together. `given` has the names of the options that were typed: some mean
+    nothing for a user's own file.
     """
-    job = make_job(options)
+    from outgrow.cli import own  # it trains with what is here
+
+    is_own = own.is_own(options.network)
+    job: Reported = own.make_own_job(options, given) if is_own else make_job(options)
     _refuse_idle_options(options, outputs)
+    _refuse_what_processes_cannot(nproc, outputs, is_own)
     outputs.check()
     stderr = Console(stderr=True)
     sessions: list[outgrow.Session] = []
     with log_to(stderr) if verbose else nullcontext():
-        if nproc > 1:
+        if isinstance(job, own.OwnJob):
+            result = own.run(job, steps, stderr, on_session=sessions.append)
+        elif nproc > 1:
             from outgrow.cli.ranks import run_ranks
 
+            assert isinstance(job, Job)
             result = run_ranks(options, job, nproc, steps, stderr)
         else:
+            assert isinstance(job, Job)
             result = run(job, steps, stderr, on_session=sessions.append)
-    (stderr if as_json else Console()).print(_table(job, result))
+    (stderr if as_json else Console()).print(_table(result))
     if as_json:
         print(json.dumps(result), flush=True)
     for session in sessions:
@@ -107,22 +139,34 @@ def run(
                 meter.start()
             else:
                 meter.sample()
-            show_step(progress, task, job, loss, seconds, session)
+            show_step(progress, task, job.shape.batch, loss, seconds, session)
         # With one step there is none but the first.
         peak = meter.peak_bytes if steps > 1 else None
-        figures = _session_figures(session)
         if session is not None:
             on_session(session)
+        return result_of(job.labels, session, peak, baseline, step_seconds, losses, fingerprint(model))
+
+
+def result_of(
+    labels: dict[str, Any],
+    session: outgrow.Session | None,
+    rss_peak: int | None,
+    baseline: int,
+    step_seconds: list[float],
+    losses: Sequence[float | None],
+    parameters: str,
+) -> dict[str, Any]:
+    """The object that `outgrow train --json` prints. Sizes in bytes; a loss is None where the step returned none."""
     return {
-        "network": job.network.name,
-        "batch": job.shape.batch,
-        **figures,
-        "rss_peak_bytes": None if peak is None else peak - baseline,
+        "network": labels["network"],
+        "batch": labels["batch"],
+        **_session_figures(session),
+        "rss_peak_bytes": None if rss_peak is None else rss_peak - baseline,
         "baseline_rss_bytes": baseline,
         "step_seconds": step_seconds,
         # JSON has no word for infinite or undefined: a loss that diverged is null.
-        "losses": [loss if math.isfinite(loss) else None for loss in losses],
-        "parameters_sha256": fingerprint(model),
+        "losses": [loss if loss is not None and math.isfinite(loss) else None for loss in losses],
+        "parameters_sha256": parameters,
     }
 
 
@@ -133,7 +177,11 @@ def check_that_it_fits(job: Job, stderr: Console) -> None:
             job.check_that_it_fits()
 
 
-def open_session(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> outgrow.Session:
+def open_session(
+    job: Budgeted,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> outgrow.Session:
     """The session of a job that has a budget."""
     assert job.budget_bytes is not None
     return outgrow.Session(
@@ -179,17 +227,18 @@ def make_progress(stderr: Console) -> Progress:
 def show_step(
     progress: Progress,
     task: TaskID,
-    job: Job,
-    loss: float,
+    batch: int | None,
+    loss: float | None,
     seconds: float,
     session: outgrow.Session | None,
 ) -> None:
-    """Move the bar on by one step."""
+    """Move the bar on by one step; what nobody knows is left out."""
     memory = ""
     if session is not None and session.history:
         memory = memory_gauge(session.history[-1].measured_peak_bytes, session.budget_bytes)
-    speed = f"{job.shape.batch / seconds:.1f} samples/s"
-    progress.update(task, advance=1, loss=f"loss {loss:.4f}", speed=speed, memory=memory)
+    speed = f"{seconds:.2f} s/step" if batch is None else f"{batch / seconds:.1f} samples/s"
+    said = "" if loss is None else f"loss {loss:.4f}"
+    progress.update(task, advance=1, loss=said, speed=speed, memory=memory)
 
 
 def memory_gauge(peak_bytes: int, budget_bytes: int) -> str:
@@ -199,12 +248,13 @@ def memory_gauge(peak_bytes: int, budget_bytes: int) -> str:
     return f"peak [{bar}] {format_bytes(peak_bytes)} of {format_bytes(budget_bytes)}"
 
 
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256, in hexadecimal, over the bytes of all parameters and buffers in order of name."""
+def fingerprint(*models: nn.Module) -> str:
+    """SHA-256, in hexadecimal, over the bytes of all parameters and buffers, of each model in order of name."""
     digest = hashlib.sha256()
-    for _, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy())
+    for model in models:
+        for _, tensor in sorted(model.state_dict().items()):
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -220,6 +270,15 @@ def _refuse_idle_options(options: Options, outputs: Outputs) -> None:
     for name, is_given in (given | dict.fromkeys(outputs.names, True)).items():
         if is_given:
             raise OptionError(f"{name} needs a --budget: without one, plain PyTorch trains")
+
+
+def _refuse_what_processes_cannot(nproc: int, outputs: Outputs, is_own: bool) -> None:
+    if nproc == 1:
+        return
+    if is_own:
+        raise OptionError("--nproc is for the networks that have a name: start a step of your own with torchrun")
+    if outputs.names:
+        raise OptionError(f"{outputs.names[0]} shows the session of one process: leave it out, or --nproc")
 
 
 _FROM_SUMMARY = (
@@ -250,8 +309,10 @@ def _session_figures(session: outgrow.Session | None) -> dict[str, Any]:
     }
 
 
-def _table(job: Job, result: dict[str, Any]) -> Table:
-    table = Table(title=f"{result['network']}, batch {result['batch']}, {result['policy']}", show_header=False)
+def _table(result: dict[str, Any]) -> Table:
+    batch = result["batch"]
+    title = ", ".join((result["network"], *([] if batch is None else [f"batch {batch}"]), result["policy"]))
+    table = Table(title=title, show_header=False)
     table.add_column()
     table.add_column(justify="right")
 
@@ -263,12 +324,13 @@ def _table(job: Job, result: dict[str, Any]) -> Table:
     seconds = statistics.median(result["step_seconds"])
     loss = result["losses"][-1]
     table.add_row("steps", str(len(result["losses"])))
-    table.add_row("last loss", "diverged" if loss is None else f"{loss:.4f}")
+    table.add_row("last loss", "none, or diverged" if loss is None else f"{loss:.4f}")
     table.add_row("time of a step (median)", format_seconds(seconds))
     if nproc > 1:
         table.add_row("processes", str(nproc))
         table.add_row("synchronizations", f"{result['synchronizations']} for {result['samples']} samples")
-    table.add_row("samples per second", f"{nproc * job.shape.batch / seconds:.1f}")
+    if batch is not None:
+        table.add_row("samples per second", f"{nproc * batch / seconds:.1f}")
     row("budget", "budget_bytes", format_bytes)
     row("peak, predicted", "predicted_peak_bytes", format_bytes)
     row("peak, measured", "measured_peak_bytes", format_bytes)

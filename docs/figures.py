@@ -1,0 +1,170 @@
+"""Fills the tables of benchmarks.md from the files in benchmarks/results, each row with the command that made it.
+
+MkDocs calls `on_page_markdown` for each page; it replaces `<!-- figures: NAME -->`. A file that is made anew changes
+the page, and nobody has to copy numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+_MARK = re.compile(r"<!-- figures: (\w+) -->")
+
+Figures = Mapping[str, Any]
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page with its tables; MkDocs' hook."""
+    return _MARK.sub(lambda mark: _TABLES[mark[1]](), markdown)
+
+
+def curve() -> str:
+    """Outgrow at shares of the plain peak."""
+    rows = []
+    for name, figures in _files("pareto-*.json"):
+        for point in figures.get("curve", ()):
+            time = point.get("time")
+            what = (_setting(figures), f"{point['share']:.0%}", _mib(point["budget_bytes"]))
+            if time is None:
+                rows.append((*what, "does not fit", "", "", name))
+            else:
+                times = (f"{time['over_plain']:.2f}", f"{time['over_plain_heap_kept']:.2f}")
+                rows.append((*what, _mib(point["peak_bytes"]), *times, name))
+    head = ("network", "share", "budget", "measured peak", "time over plain", "over plain, heap kept", "file")
+    return _table(head, rows) + "\n\n" + _commands(_files("pareto-*.json"), "curve", _pareto)
+
+
+def peers() -> str:
+    """Outgrow at the measured peaks of what else there is."""
+    rows = []
+    for name, figures in _files("pareto-*.json"):
+        for peer in figures.get("peers", ()):
+            ours = (peer.get("ours") or {}).get("time")
+            if ours is None or peer.get("ours_over_peer") is None:
+                continue
+            of_peer = (f"{peer['time']['over_plain']:.2f}", f"{ours['over_plain']:.2f}")
+            peak = f"{_mib(peer['peak_bytes'])} ({peer['share']:.0%})"
+            rows.append((_setting(figures), peer["name"], peak, *of_peer, f"{peer['ours_over_peer']:.2f}", name))
+    head = ("network", "peer", "its peak", "its time over plain", "ours over plain", "ours over its time", "file")
+    return _table(head, rows) + "\n\n" + _commands(_files("pareto-*.json"), "peers", _pareto)
+
+
+def deep() -> str:
+    """The network of 10,000 layers."""
+    _, figures = _files("cpu-resnet-2504.json")[0]
+    result = figures["result"]
+    first, second = result["step_seconds"][:2]
+    rows = [
+        ("budget", _mib(result["budget_bytes"])),
+        ("highest live bytes of all steps", _mib(result["highest_peak_bytes"])),
+        ("growth of the resident set", _mib(result["rss_peak_bytes"])),
+        ("the first step, recorded", f"{first:.0f} s"),
+        ("the second", f"{second:.0f} s"),
+        ("planning", f"{result['plan_seconds']:.0f} s"),
+    ]
+    return _table(("what", "figure"), rows) + f"\n\n```sh\n{figures['command']}\n```"
+
+
+def equality() -> str:
+    """How many pairs of network and policy were equal."""
+    name, figures = _files("equality.json")[0]
+    tried = [row for row in figures["rows"] if row["equal"] is not None]
+    said = (
+        f"{sum(row['equal'] for row in tried)} of {len(tried)} pairs equal"
+        f" ({len({row['network'] for row in tried})} networks, {len({row['policy'] for row in tried})} policies;"
+        f" {figures['environment']['date']}),"
+        f" {sum(bool(row['within_budget']) for row in tried)} within their budgets."
+    )
+    return f"{said}\n\n```sh\npython benchmarks/equality.py --output benchmarks/results/{name}\n```"
+
+
+def predictions() -> str:
+    """The summary of predicted against measured."""
+    name, figures = _files("cpu-predictions.json")[0]
+    summary = figures["summary"]
+    rows = [
+        ("pairs of network and budget", str(summary["rows"])),
+        ("peaks within 2%", str(summary["peaks_within_2_percent"])),
+        ("worst peak, measured over predicted", f"{summary['worst_peak_ratio']:.3f}"),
+        ("step times within 10%", str(summary["times_within_10_percent"])),
+        ("worst step time, measured over predicted", f"{summary['worst_time_ratio']:.2f}"),
+    ]
+    note = figures["environment"].get("note")
+    command = f"```sh\npython benchmarks/predictions.py --output benchmarks/results/{name}\n```"
+    return "\n\n".join([_table(("what", "figure"), rows), *([note] if note else []), command])
+
+
+def planning() -> str:
+    """`auto` over the lower bound, network by network."""
+    name, figures = _files("planning.json")[0]
+    rows = []
+    feasible = [row for row in figures["rows"] if row["auto_feasible"]]
+    for network in dict.fromkeys(row["network"] for row in feasible):
+        ours = [row for row in feasible if row["network"] == network]
+        worst = max(ours, key=lambda row: row["auto_step_seconds"] / row["least_step_seconds"])
+        ratio = worst["auto_step_seconds"] / worst["least_step_seconds"]
+        longest = max(row["plan_seconds"] for row in ours)
+        rows.append((network, str(len(ours)), f"{ratio:.3f}", f"{worst['share']:.0%}", f"{longest:.1f} s"))
+    head = ("network", "budgets", "worst time over the bound", "at", "longest planning")
+    command = f"```sh\npython benchmarks/planning.py --output benchmarks/results/{name}\n```"
+    return f"{_table(head, rows)}\n\n{command}"
+
+
+_TABLES: Mapping[str, Callable[[], str]] = {
+    "curve": curve,
+    "peers": peers,
+    "deep": deep,
+    "equality": equality,
+    "predictions": predictions,
+    "planning": planning,
+}
+
+
+def _files(pattern: str) -> list[tuple[str, Figures]]:
+    return [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob(pattern))]
+
+
+def _setting(figures: Figures) -> str:
+    momentum, date = figures.get("momentum"), figures["environment"]["date"]
+    parts = [
+        f"{figures['network']}, batch {figures['batch']}, size {figures['image_size']}",
+        "channels last" if figures["channels_last"] else "",
+        "" if momentum is None else f"momentum {momentum}",
+        date,
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _pareto(figures: Figures, only: str) -> str:
+    """The command that makes such a file."""
+    shares = [f"{point['share']:.2f}".rstrip("0").rstrip(".") for point in figures.get("curve", ())]
+    compiled = [peer["name"].split()[-1] for peer in figures.get("peers", ()) if peer["name"].startswith("compile")]
+    momentum = figures.get("momentum")
+    parts = [
+        f"python benchmarks/pareto.py --only {only} --network {figures['network']} --batch {figures['batch']}",
+        f"--image-size {figures['image_size']} --rounds {figures['rounds']} --steps {figures['steps_a_turn']}",
+        "--channels-last" if figures["channels_last"] else "",
+        "" if momentum is None else f"--momentum {momentum}",
+        f"--shares {' '.join(shares)}" if only == "curve" else f"--compile-ratios {' '.join(compiled)}".strip(),
+        "" if figures["heap_of_peers"] == "default" else f"--heap {figures['heap_of_peers']}",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def _commands(files: Iterable[tuple[str, Figures]], only: str, command: Callable[[Figures, str], str]) -> str:
+    lines = [f"# {name}\n{command(figures, only)}" for name, figures in files if figures.get(only)]
+    return "```sh\n" + "\n".join(lines) + "\n```"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"
