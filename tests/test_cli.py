@@ -22,6 +22,7 @@ TINY_GPT = ("gpt-2x64", "--batch", "2", "--image-size", "32")
 TRAIN_KEYS = {
     "network",
     "batch",
+    "accumulation",
     "policy",
     "budget_bytes",
     "predicted_peak_bytes",
@@ -57,6 +58,7 @@ PLAN_KEYS = {
 EMPTY_IN_A_PLAIN_RUN = TRAIN_KEYS - {
     "network",
     "batch",
+    "accumulation",
     "policy",
     "rss_peak_bytes",
     "baseline_rss_bytes",

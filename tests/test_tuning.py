@@ -289,6 +289,8 @@ def test_the_answer_is_plain_data_and_a_picture(small_answer: outgrow.Tuning, tm
     assert f"{small_answer.batch_size}" in str(small_answer)
     small_answer.plot(tmp_path / "answer.png")
     assert (tmp_path / "answer.png").read_bytes().startswith(b"\x89PNG")
+    small_answer.report(tmp_path / "answer.html")
+    assert "The batch that is worth it" in (tmp_path / "answer.html").read_text()
     with pytest.raises(outgrow.TuningError, match="cannot be written"):
         small_answer.plot(tmp_path / "nowhere" / "answer.png")
 
@@ -368,15 +370,25 @@ def test_the_command_answers_in_json_and_draws(tmp_path: Path) -> None:
         *(sys.executable, "-m", "outgrow.cli.main", "tune", "gpt-2x64", "--image-size", "32", "--budget", "6MB"),
         *("--batch", "8", "--objective", "throughput", "--noise-scale", "1000", "--trials", "1", "--json"),
         *("--max-batch", "12"),
-        *("--plot", str(tmp_path / "tune.png"), "--spill-dir", str(tmp_path)),
+        *("--plot", str(tmp_path / "tune.png"), "--report", str(tmp_path / "tune.html")),
+        *("--save-plan", str(tmp_path / "plan.json"), "--spill-dir", str(tmp_path)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["chosen"]["measured_peak_bytes"] <= 6_000_000
     assert answer["network"] == "gpt-2x64"
-    assert [path.name for path in tmp_path.iterdir()] == ["tune.png"]
+    assert {path.name for path in tmp_path.iterdir()} == {"tune.png", "tune.html", "plan.json"}
     assert "noise scale" in done.stderr
+    batch, passes = answer["micro_batch"], answer["accumulation"]
+    followed = ["train", "gpt-2x64", "--image-size", "32", "--budget", "6MB", "--steps", "2", "--batch", str(batch)]
+    arguments = [*followed, "--accumulate", str(passes), "--plan", str(tmp_path / "plan.json"), "--json"]
+    done = subprocess.run([*command[:3], *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    trained = json.loads(done.stdout.splitlines()[-1])
+    assert trained["accumulation"] == passes
+    assert trained["predicted_peak_bytes"] is not None
+    assert trained["highest_peak_bytes"] <= 6_000_000
 
 
 def test_the_command_says_what_budget_would_do(capsys: pytest.CaptureFixture[str]) -> None:

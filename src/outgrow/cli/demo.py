@@ -54,7 +54,7 @@ def demo() -> None:
         for count, inside in groups:
             for index in range(count):
                 chosen = session if inside else None
-                loss, seconds = timed_step(job, model, optimizer, next(batches), chosen)
+                loss, seconds = timed_step(job, model, optimizer, (next(batches),), chosen)
                 losses.append(loss)
                 if index >= WARM_UP:
                     (managed if inside else plain).append(seconds)

@@ -385,7 +385,7 @@ def _answer_all(setup: Setup, questions: IO[str], answer: Callable[[Mapping[str,
             continue
         batch = next(batches)
         before = resource.getrusage(resource.RUSAGE_SELF)
-        loss, seconds = timed_step(job, model, optimizer, batch, session)
+        loss, seconds = timed_step(job, model, optimizer, (batch,), session)
         after = resource.getrusage(resource.RUSAGE_SELF)
         row = Row(
             seconds=seconds,

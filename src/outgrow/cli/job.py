@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import outgrow
 from outgrow.cli.datasets import WHOLE, Batch, Part, Shape, default_data, open_data
@@ -39,9 +40,9 @@ class OptionError(OutgrowError, ValueError):
 class Job:
     """What to train and how, every option checked and every default filled in.
 
-    `budget_bytes` is None for plain PyTorch; `learning_rate` and `momentum` are the optimizer's.
-    `channels_last` lays out the model's weights and the images so, before any step: plain PyTorch and a session
-    then see the same tensors.
+    `budget_bytes` is None for plain PyTorch; `learning_rate` and `momentum` are the optimizer's. `accumulation`
+    batches make a step of the optimizer. `channels_last` lays out the model's weights and the images so, before any
+    step: plain PyTorch and a session then see the same tensors.
     """
 
     network: Network
@@ -57,6 +58,7 @@ class Job:
     spill_dir: Path | None
     allow_tmpfs: bool
     seed: int
+    accumulation: int = 1
 
     @property
     def title(self) -> str:
@@ -78,7 +80,12 @@ class Job:
     @property
     def labels(self) -> dict[str, Any]:
         """What is trained, as the JSON of the commands has it."""
-        return {"network": self.network.name, "batch": self.shape.batch, "image_size": self.shape.image_size}
+        return {
+            "network": self.network.name,
+            "batch": self.shape.batch,
+            "accumulation": self.accumulation,
+            "image_size": self.shape.image_size,
+        }
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model, its weights drawn from the seed, and its optimizer."""
@@ -104,9 +111,12 @@ class Job:
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, *batches: Batch) -> Tensor:
         """One training step; returns the loss, detached. Gradients of several batches add up to their mean."""
         losses = []
-        for batch in batches:
-            loss = self._loss(model, batch)
-            (loss if len(batches) == 1 else loss / len(batches)).backward()
+        for number, batch in enumerate(batches, 1):
+            # Where processes exchange gradients, once a step is enough.
+            alone = model.no_sync() if isinstance(model, DistributedDataParallel) and number < len(batches) else None
+            with alone or nullcontext():
+                loss = self._loss(model, batch)
+                (loss if len(batches) == 1 else loss / len(batches)).backward()
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
@@ -133,8 +143,8 @@ class Job:
     def make_step(self) -> outgrow.TrainingStep:
         """The step on synthetic data, everything built here: what `outgrow.trace` asks for."""
         model, optimizer = self.build()
-        batch = self._sample()
-        return outgrow.TrainingStep(model, optimizer, lambda: self.step(model, optimizer, batch))
+        batches = [self._sample() for _ in range(self.accumulation)]
+        return outgrow.TrainingStep(model, optimizer, lambda: self.step(model, optimizer, *batches))
 
     def _sample(self) -> Batch:
         return self._laid_out(self.network.sample(self.shape.batch, self.shape.image_size, self.shape.classes))
@@ -225,6 +235,7 @@ def make_job(options: Options, memory_bytes: int | None = None) -> Job:
         spill_dir=options.spill_dir,
         allow_tmpfs=options.allow_tmpfs,
         seed=options.seed,
+        accumulation=options.accumulate,
     )
 
 

@@ -86,6 +86,8 @@ def train(
     lr: opt.LearningRate = None,
     dtype: opt.Dtype = "float32",
     channels_last: opt.ChannelsLast = False,
+    accumulate: opt.Accumulate = 1,
+    followed: opt.FollowedPlan = None,
     spill_dir: opt.SpillDir = None,
     allow_tmpfs: opt.AllowTmpfs = False,
     seed: opt.Seed = 0,
@@ -109,9 +111,9 @@ def train(
 
     given = opt.Options(
         network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
-        spill_dir, allow_tmpfs, seed,
+        spill_dir, allow_tmpfs, seed, accumulate,
     )  # fmt: skip
-    run_train(given, steps, as_json, Outputs(report, plot, perfetto), verbose, nproc, _typed(context))
+    run_train(given, steps, as_json, Outputs(report, plot, perfetto), verbose, nproc, _typed(context), followed)
 
 
 @app.command()
@@ -231,7 +233,8 @@ def compare(
 
 @app.command()
 def tune(
-    network: opt.NetworkArgument,
+    context: typer.Context,
+    network: opt.StepArgument,
     budget: opt.TunedBudget,
     data: opt.Data = None,
     batch: opt.BaseBatch = 32,
@@ -241,6 +244,8 @@ def tune(
     max_batch: opt.MaxBatch = None,
     trials: opt.Trials = 4,
     plot: opt.TuningPlot = None,
+    report: opt.Report = None,
+    save_plan: opt.SavedPlan = None,
     policy: opt.Policy = None,
     optimizer: opt.Optimizer = "sgd",
     momentum: opt.Momentum = None,
@@ -257,15 +262,20 @@ def tune(
     Every batch that fits is planned from fake traces; the base batch, a small
     one and the best few train for some steps, which sets the estimates right
     and shows how noisy gradients are. The answer was run, inside the budget.
+
+    A model of your own is a FILE.py:FUNCTION whose function takes the batch size; where it takes 'accumulation' as
+    well, several passes before the optimizer's step are weighed, too.
     """
     _use_huge_pages()
+    from outgrow.cli.tune import Results, Search
     from outgrow.cli.tune import tune as run_tune
 
     given = opt.Options(
         network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
         spill_dir, allow_tmpfs, seed,
     )  # fmt: skip
-    run_tune(given, objective, noise_scale, max_batch, trials, plot, as_json)
+    search = Search(objective, noise_scale, max_batch, trials)
+    run_tune(given, search, Results(plot, report, save_plan), as_json, _typed(context))
 
 
 @app.command()

@@ -30,6 +30,7 @@ class Options:
     spill_dir: Path | None = None
     allow_tmpfs: bool = False
     seed: int = 0
+    accumulate: int = 1
 
 
 def _positive(value: float | None) -> float | None:
@@ -165,6 +166,32 @@ Picture = Annotated[
         help="Draw live bytes and the three lanes over the step into this file: .png, .svg or .pdf. Needs "
         'matplotlib: pip install "outgrow[plot]".',
         show_default="no picture",
+    ),
+]
+Accumulate = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Batches whose gradients add up before each step of the optimizer; --batch is that of each."
+    ),
+]
+FollowedPlan = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        help="Follow this plan from the first step, one that 'outgrow tune --save-plan' or Plan.save wrote. A step "
+        "that is not the plan's is recorded and planned for as ever.",
+        show_default="no plan: the first steps are recorded",
+    ),
+]
+SavedPlan = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-plan",
+        metavar="FILE",
+        help="Write the plan of the answer into this file, for 'outgrow train --plan' and 'outgrow report'; its name "
+        "should end in .json.",
+        show_default="not saved",
     ),
 ]
 Report = Annotated[

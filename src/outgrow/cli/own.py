@@ -31,6 +31,7 @@ from outgrow.tracing.ir import Trace
 
 # Options that say what the file says itself.
 _SAID_BY_THE_FILE = {
+    "accumulate": "--accumulate",
     "data": "--data",
     "image_size": "--image-size",
     "optimizer": "--optimizer",
@@ -92,6 +93,13 @@ class OwnJob:
                 "outgrow.TrainingStep(model, optimizer, step)"
             )
         return made
+
+    def sized_step(self, batch: int, accumulation: int = 1) -> outgrow.TrainingStep:
+        """The step with another batch: what `outgrow.tune` asks for."""
+        torch.manual_seed(self.seed)
+        with self.blame(f"{self.function} failed"):
+            made = self.make(batch) if accumulation == 1 else self.make(batch, accumulation=accumulation)
+        return made  # type: ignore[return-value]  # the tuner looks at what it is
 
     def fake_trace(self, hardware: Hardware | None = None) -> Trace:
         """The trace of one step, without its memory, with the times of a device; of this machine by default."""
@@ -158,11 +166,13 @@ def run(
     steps: int,
     stderr: Console,
     *,
+    plan: Plan | None = None,
     on_session: Callable[[outgrow.Session], None] = lambda session: None,
 ) -> dict[str, Any]:
     """Train for some steps; the figures under the keys that `outgrow train --json` prints.
 
-    `on_session` is called with the session when the training is over, if there was one.
+    A session follows `plan` from its first step, if there is one. `on_session` is called with the session when the
+    training is over, if there was one.
     """
     losses: list[float | None] = []
     step_seconds: list[float] = []
@@ -175,7 +185,7 @@ def run(
         models = as_sequence(made.model)
         session = None
         if job.budget_bytes is not None:
-            session = stack.enter_context(open_session(job, made.model, made.optimizer))
+            session = stack.enter_context(open_session(job, made.model, made.optimizer, plan))
         progress = stack.enter_context(make_progress(stderr))
         task = progress.add_task("", total=steps, loss="", speed="", memory="")
         for index in range(steps):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.memory import PeakMeter, resident_bytes, settle
 from outgrow.cli.options import Options
 from outgrow.cli.outputs import NO_OUTPUTS, Outputs
+from outgrow.planning.plan import Plan
 from outgrow.progress import log_to
 from outgrow.reporting.subject import Subject
 from outgrow.units import format_bytes, format_seconds
@@ -62,25 +64,27 @@ def train(
     verbose: bool = False,
     nproc: int = 1,
     given: Collection[str] = (),
+    followed: Path | None = None,
 ) -> None:
     """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr.
 
     `outputs` are written when the training is over; with `verbose` the session's log goes to standard error. With
     `nproc` above 1 so many processes train together. `given` has the names of the options that were typed: some mean
-    nothing for a user's own file.
+    nothing for a user's own file. `followed` is the file of a plan that is followed from the first step.
     """
     from outgrow.cli import own  # it trains with what is here
 
     is_own = own.is_own(options.network)
     job: Reported = own.make_own_job(options, given) if is_own else make_job(options)
-    _refuse_idle_options(options, outputs)
-    _refuse_what_processes_cannot(nproc, outputs, is_own)
+    _refuse_idle_options(options, outputs, followed)
+    _refuse_what_processes_cannot(nproc, outputs, followed, is_own)
+    plan = None if followed is None else _load_plan(followed)
     outputs.check()
     stderr = Console(stderr=True)
     sessions: list[outgrow.Session] = []
     with log_to(stderr) if verbose else nullcontext():
         if isinstance(job, own.OwnJob):
-            result = own.run(job, steps, stderr, on_session=sessions.append)
+            result = own.run(job, steps, stderr, plan=plan, on_session=sessions.append)
         elif nproc > 1:
             from outgrow.cli.ranks import run_ranks
 
@@ -88,7 +92,7 @@ def train(
             result = run_ranks(options, job, nproc, steps, stderr)
         else:
             assert isinstance(job, Job)
-            result = run(job, steps, stderr, on_session=sessions.append)
+            result = run(job, steps, stderr, plan=plan, on_session=sessions.append)
     (stderr if as_json else Console()).print(_table(result))
     if as_json:
         print(json.dumps(result), flush=True)
@@ -107,12 +111,14 @@ def run(
     *,
     part: Part = WHOLE,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
+    plan: Plan | None = None,
     on_session: Callable[[outgrow.Session], None] = lambda session: None,
 ) -> dict[str, Any]:
     """Train for some steps; the figures under the keys that `outgrow train --json` prints.
 
     A process that trains together with others has a `part` of the samples, and its model is what `wrap` makes of it.
-    `on_session` is called with the session when the training is over, if there was one.
+    A session follows `plan` from its first step, if there is one. `on_session` is called with the session when the
+    training is over, if there was one.
     """
     batches = job.batches(part)
     if part is WHOLE:  # else it was seen to before any of the processes was started
@@ -127,11 +133,12 @@ def run(
         model, optimizer = job.build()
         if wrap is not None:
             model = wrap(model)
-        session = stack.enter_context(open_session(job, model, optimizer)) if job.budget_bytes else None
+        session = stack.enter_context(open_session(job, model, optimizer, plan)) if job.budget_bytes else None
         progress = stack.enter_context(make_progress(stderr))
         task = progress.add_task("", total=steps, loss="", speed="", memory="")
         for index in range(steps):
-            loss, seconds = timed_step(job, model, optimizer, next(batches), session)
+            drawn = tuple(islice(batches, job.accumulation))
+            loss, seconds = timed_step(job, model, optimizer, drawn, session)
             losses.append(loss)
             step_seconds.append(seconds)
             if index == 0:
@@ -139,7 +146,7 @@ def run(
                 meter.start()
             else:
                 meter.sample()
-            show_step(progress, task, job.shape.batch, loss, seconds, session)
+            show_step(progress, task, job.shape.batch * job.accumulation, loss, seconds, session)
         # With one step there is none but the first.
         peak = meter.peak_bytes if steps > 1 else None
         if session is not None:
@@ -160,6 +167,7 @@ def result_of(
     return {
         "network": labels["network"],
         "batch": labels["batch"],
+        "accumulation": labels.get("accumulation", 1),
         **_session_figures(session),
         "rss_peak_bytes": None if rss_peak is None else rss_peak - baseline,
         "baseline_rss_bytes": baseline,
@@ -181,6 +189,7 @@ def open_session(
     job: Budgeted,
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    plan: Plan | None = None,
 ) -> outgrow.Session:
     """The session of a job that has a budget."""
     assert job.budget_bytes is not None
@@ -189,6 +198,7 @@ def open_session(
         optimizer,
         budget=job.budget_bytes,
         policy=job.policy,
+        plan=plan,
         spill_dir=job.spill_dir,
         allow_tmpfs=job.allow_tmpfs,
     )
@@ -198,13 +208,13 @@ def timed_step(
     job: Job,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
+    batches: Sequence[Batch],
     session: outgrow.Session | None,
 ) -> tuple[float, float]:
     """One step, in the session's care if there is one: its loss and its time in seconds."""
     began = time.perf_counter()
     with nullcontext() if session is None else session.step():
-        loss = job.step(model, optimizer, batch)
+        loss = job.step(model, optimizer, *batches)
     seconds = time.perf_counter() - began
     return loss.item(), seconds
 
@@ -258,11 +268,12 @@ def fingerprint(*models: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _refuse_idle_options(options: Options, outputs: Outputs) -> None:
+def _refuse_idle_options(options: Options, outputs: Outputs, followed: Path | None = None) -> None:
     """Refuse what would do nothing in a plain run, rather than let somebody believe in it."""
     if options.budget is not None:
         return
     given = {
+        "--plan": followed is not None,
         "--policy": options.policy is not None,
         "--spill-dir": options.spill_dir is not None,
         "--allow-tmpfs": options.allow_tmpfs,
@@ -272,13 +283,22 @@ def _refuse_idle_options(options: Options, outputs: Outputs) -> None:
             raise OptionError(f"{name} needs a --budget: without one, plain PyTorch trains")
 
 
-def _refuse_what_processes_cannot(nproc: int, outputs: Outputs, is_own: bool) -> None:
+def _refuse_what_processes_cannot(nproc: int, outputs: Outputs, followed: Path | None, is_own: bool) -> None:
     if nproc == 1:
         return
     if is_own:
         raise OptionError("--nproc is for the networks that have a name: start a step of your own with torchrun")
+    if followed is not None:
+        raise OptionError("--plan is of a step in one process: leave it out, or --nproc")
     if outputs.names:
         raise OptionError(f"{outputs.names[0]} shows the session of one process: leave it out, or --nproc")
+
+
+def _load_plan(path: Path) -> Plan:
+    try:
+        return Plan.load(path)
+    except OSError as error:
+        raise OptionError(f"--plan {path} cannot be read: {error.strerror}") from error
 
 
 _FROM_SUMMARY = (
@@ -330,7 +350,7 @@ def _table(result: dict[str, Any]) -> Table:
         table.add_row("processes", str(nproc))
         table.add_row("synchronizations", f"{result['synchronizations']} for {result['samples']} samples")
     if batch is not None:
-        table.add_row("samples per second", f"{nproc * batch / seconds:.1f}")
+        table.add_row("samples per second", f"{nproc * batch * result['accumulation'] / seconds:.1f}")
     row("budget", "budget_bytes", format_bytes)
     row("peak, predicted", "predicted_peak_bytes", format_bytes)
     row("peak, measured", "measured_peak_bytes", format_bytes)

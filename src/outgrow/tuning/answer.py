@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from pathlib import Path
@@ -152,6 +151,16 @@ class Tuning:
 
         draw(self, Path(path))
 
+    def report(self, path: str | Path) -> None:
+        """Write one HTML page that shows all candidates; it needs no network.
+
+        Raises:
+            ReportError: the file cannot be written.
+        """
+        from outgrow.tuning.page import write_page  # it reads answers
+
+        write_page(self, path)
+
     def to_document(self) -> dict[str, Any]:
         """As plain data for JSON, without the plan; an infinite noise scale is None."""
         return {
@@ -173,8 +182,9 @@ class Tuning:
             "candidates": [item.to_document() for item in self.candidates],
         }
 
-    def __str__(self) -> str:
-        rows: Mapping[str, str] = {
+    def in_words(self) -> dict[str, str]:
+        """The answer for people, by name."""
+        return {
             "batch": _batch_in_words(self.chosen),
             "samples per second": f"{self.chosen.samples_per_second:.1f}",
             "step": format_seconds(self.chosen.measured_step_seconds or self.chosen.predicted_step_seconds),
@@ -186,6 +196,9 @@ class Tuning:
             "warm-up": f"{self.warmup_steps} steps",
             "noise scale": "not known" if self.noise_samples == inf else f"{self.noise_samples:.0f} samples",
         }
+
+    def __str__(self) -> str:
+        rows = self.in_words()
         width = max(map(len, rows))
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
