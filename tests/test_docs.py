@@ -151,7 +151,7 @@ def test_outgrow_commands_pass_the_checks_of_the_command_line(
 ) -> None:
     beside_the_page(page, tmp_path, monkeypatch)
     taken: list[tuple[Any, ...]] = []
-    for name in ("train", "plan", "compare", "networks", "doctor", "limits", "paper"):
+    for name in ("train", "plan", "compare", "networks", "doctor", "limits", "paper", "tune", "report"):
         monkeypatch.setattr(f"outgrow.cli.{name}.{name}", lambda *given, name=name: taken.append((name, *given)))
     for program, *arguments in commands(page):
         if program != "outgrow" or "--version" in arguments:
@@ -161,11 +161,12 @@ def test_outgrow_commands_pass_the_checks_of_the_command_line(
         assert name == arguments[0]
         if name in ("train", "plan", "compare"):
             memory = None
-            if name != "train" and (device := given[-2 if name == "compare" else 1]) is not None:
+            if name != "train" and (device := given[-3 if name == "compare" else 1]) is not None:
                 memory = outgrow.find_hardware(device).memory_bytes
             options = given[0]
             if is_own(options.network):
-                make_own_job(options, given[-1], memory)
+                typed = next(item for item in given if isinstance(item, frozenset))
+                make_own_job(options, typed, memory)
             else:
                 make_job(options, memory)
     assert not taken
