@@ -269,18 +269,18 @@ class _Walk:
         entry = self._entries[value]
         start = max(self._out_free, self.time)
         self._out_free = start + self.problem.hardware.copy_out_seconds(entry.nbytes)
+        cost = self.problem.hardware.copying_costs(entry.nbytes)
         if self._recording is not None:
             self._recording.out.append(Span(activity, start, self._out_free, self._op, value))
-        self._pay_for_copy(value)
+            self._record_cost(cost, value)
+        self.time += cost
         self._leaving.append((self._out_free, value))
         entry.leaving = True
 
-    def _pay_for_copy(self, value: int) -> None:
-        """The processor time that a copy takes from the computation."""
-        cost = self.problem.hardware.copying_costs(self._entries[value].nbytes)
-        if self._recording is not None and cost:
+    def _record_cost(self, cost: float, value: int) -> None:
+        """Record the processor time that a copy takes from the computation."""
+        if cost:
             self._computed(Activity.COPYING, self.time, self.time + cost, self._op, value)
-        self.time += cost
 
     def _computed(
         self, activity: Activity, start: float, end: float, op: int, value: int = -1, live: int | None = None
@@ -504,10 +504,12 @@ class _Walk:
         entry.resident, entry.parked = True, False
         start = max(self._in_free, self.time)
         self._in_free = start + self.problem.hardware.copy_in_seconds(entry.nbytes)
+        cost = self.problem.hardware.copying_costs(entry.nbytes)
         if self._recording is not None:
             self._recording.moved(value, arrives=True)
             self._recording.back.append(Span(Activity.FETCH, start, self._in_free, self._op, value))
-        self._pay_for_copy(value)
+            self._record_cost(cost, value)
+        self.time += cost
         entry.arrives = self._in_free
         self._touch(value)
 

@@ -370,7 +370,12 @@ class Charts {
         continue;
       }
       context.fillStyle = inks[kind];
-      context.fillRect(LEFT + first, top, Math.max(1, last - first - (last - first > 5 ? 1 : 0)), LANE_HEIGHT);
+      const edge = Math.floor(first), end = Math.ceil(last);  // whole pixels: a lane that is never idle has no stripes
+      context.fillRect(LEFT + edge, top, end - edge, LANE_HEIGHT);
+      if (last - first > 5) {
+        context.fillStyle = "rgba(255, 255, 255, .4)";
+        context.fillRect(LEFT + end - 1, top, 1, LANE_HEIGHT);
+      }
       if (last - first > 46) {
         const words = describe(this.model, lane, i);
         const text = lane.key === "compute" ? words.head : words.where, room = Math.floor((last - first - 10) / 6.6);
