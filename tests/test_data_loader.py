@@ -63,7 +63,8 @@ def plain() -> tuple[list[float], str]:
 def managed(budget: int, workers: int, fetches_inside: bool) -> tuple[list[float], str, int]:
     """The same in a session, workers forked anew in each epoch; losses, a hash of the parameters, peak in bytes."""
     training = Training()
-    with outgrow.Session(training.model, training.optimizer, budget=budget) as session:
+    policy = "lru" if fetches_inside else "auto"  # such steps are seldom alike: each would be planned for
+    with outgrow.Session(training.model, training.optimizer, budget=budget, policy=policy) as session:
         for _ in range(EPOCHS):
             loader = DataLoader(Pictures(), BATCH, num_workers=workers)
             if not fetches_inside:
