@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import threading
@@ -30,6 +31,7 @@ def process_arena() -> Arena:
     found = find_arena()
     if found is None:
         pytest.skip("needs a C++ compiler")
+    gc.collect()  # what tests before these left in it must not go in the middle of one
     return found
 
 
@@ -64,6 +66,7 @@ def block(nbytes: int, fill: int = 1) -> torch.Tensor:
 def test_blocks_keep_what_is_written_to_them(
     process_arena: Arena, moves: list[tuple[int, int, bool]], allowed: int
 ) -> None:
+    before = process_arena.used_bytes
     process_arena.open()
     limit(process_arena, allowed)
     blocks: dict[int, torch.Tensor] = {}
@@ -77,7 +80,7 @@ def test_blocks_keep_what_is_written_to_them(
     blocks.clear()
     limit(process_arena, NO_LIMIT)
     process_arena.close()
-    assert process_arena.used_bytes == 0
+    assert process_arena.used_bytes == before
 
 
 def is_even(held: torch.Tensor | None) -> bool:
