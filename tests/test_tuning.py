@@ -166,7 +166,13 @@ SMALL_BUDGET = 8_000_000
 @pytest.fixture(scope="module")
 def small_answer() -> outgrow.Tuning:
     return outgrow.tune(
-        make_mlp_whole, budget=SMALL_BUDGET, objective="throughput", base_batch=16, noise_scale=1e4, epoch_samples=999
+        make_mlp_whole,
+        budget=SMALL_BUDGET,
+        objective="throughput",
+        base_batch=16,
+        max_batch=96,
+        noise_scale=1e4,
+        epoch_samples=999,
     )
 
 
@@ -253,7 +259,9 @@ def test_a_plan_for_a_larger_budget_is_refused(small_answer: outgrow.Tuning) -> 
 
 
 def test_goodput_asks_the_gradients() -> None:
-    answer = outgrow.tune(make_mlp_whole, budget=SMALL_BUDGET, base_batch=16, trials=2, trial_steps=2)
+    answer = outgrow.tune(
+        make_mlp_whole, budget=SMALL_BUDGET, base_batch=16, max_batch=64, trials=2, trial_steps=2
+    )
     assert answer.noise is not None
     assert answer.noise_samples == answer.noise.samples
     base = next(item for item in answer.candidates if item.batch_size == 16)

@@ -216,7 +216,7 @@ def _joined(results: list[dict[str, Any]], job: Job) -> dict[str, Any]:
     steps = len(joined["losses"])
     return joined | {
         "nproc": len(results),
-        "samples": steps * job.shape.batch * len(results),
+        "samples": steps * job.shape.batch * job.accumulation * len(results),
         "synchronizations": steps,  # the gradients of all ranks become one once a step
         "ranks": [
             {"rank": rank, **{key: result[key] for key in _OF_EACH_RANK}} for rank, result in enumerate(results)
