@@ -322,7 +322,9 @@ MaxBatch = Annotated[
 ]
 Trials = Annotated[
     int,
-    typer.Option(min=1, help="Run so many of the best candidates for real, beyond the base batch and a small one."),
+    typer.Option(
+        min=1, help="Run so many of the best candidates for real, beyond the base batch and the ends of the curve."
+    ),
 ]
 TuningPlot = Annotated[
     Path | None,

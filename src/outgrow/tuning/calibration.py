@@ -13,9 +13,13 @@ from outgrow.tracing.ir import Op, Trace
 
 @dataclass(frozen=True)
 class Sample:
-    """A real step: its batch, how its ops were estimated, and how they were measured."""
+    """A real step: its batch, how its ops were estimated, and how they were measured.
+
+    `moves` says that its plan moved something. Every op is then watched, which takes its time, too.
+    """
 
     batch: int
+    moves: bool
     estimated: Trace
     measured: Trace
 
@@ -24,8 +28,9 @@ class Calibration:
     """What real steps at a few batches say of all others.
 
     An op takes as many times its estimate as it did at the measured batches next to it, in between by the logarithm
-    of the batch; where the ops of a real step are not the estimated ones, that holds for the step as a whole. What an
-    op held beyond its outputs grows with the batch.
+    of the batch; where the ops of a real step are not the estimated ones, that holds for the step as a whole. Steps
+    whose plans move something tell of such steps, and others of others, as far as there are both. What an op held
+    beyond its outputs grows with the batch.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -37,11 +42,12 @@ class Calibration:
         self.hardware = hardware
         self._samples = sorted([*self._samples, sample], key=lambda item: item.batch)
 
-    def corrected(self, batch: int, estimated: Trace) -> Trace:
-        """An estimated trace with the times and workspaces that are to be expected."""
+    def corrected(self, batch: int, estimated: Trace, *, moves: bool) -> Trace:
+        """An estimated trace with the times and workspaces to expect, of a plan that moves something or does not."""
         if not self._samples:
             return estimated
-        below, above, share = self._neighbours(batch)
+        such = [item for item in self._samples if item.moves == moves]
+        below, above, share = _neighbours(such or self._samples, batch)
         low, high = _pace(below), _pace(above)
         fits = len(low) == len(high) == len(estimated.ops)
         if not fits:
@@ -59,16 +65,16 @@ class Calibration:
         ops = tuple(op(index, each) for index, each in enumerate(estimated.ops))
         return replace(estimated, ops=ops, measured=True)
 
-    def _neighbours(self, batch: int) -> tuple[Sample, Sample, float]:
-        """The measured batches on both sides, and how far from the first to the second this one lies."""
-        batches = [item.batch for item in self._samples]
-        place = bisect_left(batches, batch)
-        if place == 0:
-            return self._samples[0], self._samples[0], 0.0
-        if place == len(batches):
-            return self._samples[-1], self._samples[-1], 0.0
-        low, high = self._samples[place - 1], self._samples[place]
-        return low, high, log2(batch / low.batch) / log2(high.batch / low.batch)
+
+def _neighbours(samples: Sequence[Sample], batch: int) -> tuple[Sample, Sample, float]:
+    """The measured batches on both sides, and how far from the first to the second this one lies."""
+    place = bisect_left([item.batch for item in samples], batch)
+    if place == 0:
+        return samples[0], samples[0], 0.0
+    if place == len(samples):
+        return samples[-1], samples[-1], 0.0
+    low, high = samples[place - 1], samples[place]
+    return low, high, log2(batch / low.batch) / log2(high.batch / low.batch)
 
 
 def _pace(sample: Sample) -> Sequence[float]:

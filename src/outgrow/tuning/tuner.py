@@ -7,7 +7,7 @@ for real to set the estimates right, and gradients show what more samples in a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -20,7 +20,7 @@ from rich.progress import Progress, TaskID
 from outgrow.cost.estimate import estimate
 from outgrow.cost.measure import this_machine
 from outgrow.errors import BudgetTooSmall, TuningError
-from outgrow.learning import Planner
+from outgrow.learning import Planner, keeps_everything
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find
@@ -29,6 +29,7 @@ from outgrow.progress import counting_bar
 from outgrow.session import Session
 from outgrow.tracing.capture import TrainingStep
 from outgrow.tracing.ir import Kind, Phase, Trace
+from outgrow.tracing.liveness import plain_profile
 from outgrow.tuning.answer import Candidate, Tuning
 from outgrow.tuning.builder import Builder, rates_of
 from outgrow.tuning.calibration import Calibration, Sample
@@ -44,8 +45,6 @@ Objective = Literal["goodput", "throughput"]
 # Gradients say little of the training before it has begun: so many steps are trained first, and then so many backward
 # passes are compared.
 _NOISE_STEPS, _NOISE_PASSES = 16, 16
-# The small end of the curve is looked at as well: a step of an eighth of the base batch costs little.
-_SMALL_SHARE = 8
 _MOST_PASSES = 16
 
 
@@ -81,7 +80,7 @@ def tune(
         noise_scale: the gradient noise scale in samples where it is known (`GradientNoise` measures it in training);
             `float("inf")` reckons with none. Default: it is measured, in some 30 steps of the base batch.
         policy: how plans are made.
-        trials: how many candidates are run for real at most, beyond the base batch and a small one.
+        trials: how many candidates are run for real at most, beyond the base batch and the ends of the curve.
         trial_steps: steps that count in each such run.
         spill_dir: a folder on a disk for what is offloaded; default: the system's folder for temporary files.
         allow_tmpfs: take a spill folder that is in RAM all the same.
@@ -194,6 +193,7 @@ class _Search:
         self._family = StepFamily(builder.trace)
         self._rates: tuple[float, ...] = ()
         self._plans: dict[int, Plan] = {}  # of one pass, by its batch
+        self._only_divided: list[int] = []  # batches that are in reach in several passes alone
         self._trials: dict[tuple[int, int], Trial] = {}
         self._predicted: dict[tuple[int, int], Candidate] = {}  # of what was run, as predicted before
         self._failed: set[tuple[int, int]] = set()
@@ -216,6 +216,8 @@ class _Search:
         most = largest_within(lambda size: least_budget(self._problem(size)).bytes, budget, least) or least
         most = most if max_batch is None else min(most, max_batch)
         sizes = sorted({*sizes_between(least, most), most})
+        if self._builder.accumulates:  # in several passes the base batch is in reach, where it does not fit in one
+            self._only_divided = sizes_between(most + 1, min(self._base, max_batch or self._base))
         self._reporter.expect(len(sizes))
         for size in sizes:
             self._reporter.say(f"planning batch {size}")
@@ -225,7 +227,10 @@ class _Search:
             raise BudgetTooSmall(budget, floor.bytes, floor.holders)
 
     def run_base(self) -> None:
-        """Run the base batch, or the nearest that fits, to learn how fast the machine is and what gradients show."""
+        """Run the base batch, or the nearest that fits, and the ends of the curve: how fast is the machine?
+
+        The base batch also tells what its gradients show.
+        """
         feasible = [size for size, plan in self._plans.items() if plan.simulate().feasible]
         base = max((size for size in feasible if size <= self._base), default=min(feasible))
         if self._noise_samples is None:
@@ -236,9 +241,20 @@ class _Search:
             self._noise_samples = inf if self._noise is None else self._noise.samples
         else:
             self._run(base, 1)
-        small = max((size for size in feasible if size <= base // _SMALL_SHARE), default=min(feasible))
-        if small != base:
-            self._run(small, 1)
+        for size in self._others_to_run(feasible, base):
+            self._run(size, 1)
+
+    def _others_to_run(self, feasible: Sequence[int], base: int) -> list[int]:
+        """The ends of what is to be predicted: the smallest batch that is kept whole and the smallest that is not.
+
+        And of those that are kept, where the base batch is not, the largest: it is as near to that as they come.
+        """
+        kept = [size for size in feasible if not self._moves(size)]
+        moved = [size for size in feasible if self._moves(size)]
+        wanted = {*kept[:1], *moved[:1]}
+        if base in moved:
+            wanted |= {*kept[-1:]}
+        return sorted(wanted - {base})
 
     def run_best(self, trials: int) -> None:
         """Run what is best as far as is known, until that was run."""
@@ -284,8 +300,12 @@ class _Search:
     def _estimated(self, batch: int) -> Trace:
         return estimate(self._family.at(batch), self._hardware)
 
+    def _moves(self, batch: int) -> bool:
+        """Whether a plan for this batch has to move something."""
+        return plain_profile(self._estimated(batch)).peak_bytes > self._terms.budget_bytes
+
     def _problem(self, batch: int) -> Problem:
-        trace = self._calibration.corrected(batch, self._estimated(batch))
+        trace = self._calibration.corrected(batch, self._estimated(batch), moves=self._moves(batch))
         return Problem(trace, self._calibration.hardware, self._terms.budget_bytes)
 
     def _candidates(self) -> Iterator[Candidate]:
@@ -293,15 +313,16 @@ class _Search:
 
     def _all_candidates(self) -> Iterator[Candidate]:
         """Each batch in one pass, and in several where that is predicted to be faster."""
-        for size in self._plans:
-            whole = self._candidate(size, 1)
-            yield whole
+        for size in [*self._plans, *self._only_divided]:
+            whole = self._candidate(size, 1) if size in self._plans else None
+            if whole is not None:
+                yield whole
             if not self._builder.accumulates:
                 continue
             divided = [self._candidate(size // passes, passes) for passes in self._divisions(size)]
             fits = [item for item in divided if item.feasible]
             best = min(fits, key=lambda item: item.predicted_step_seconds, default=None)
-            if best is not None and best.predicted_step_seconds < whole.predicted_step_seconds:
+            if best is not None and (whole is None or best.predicted_step_seconds < whole.predicted_step_seconds):
                 yield best
             yield from (
                 item for item in divided if item is not best and (item.micro_batch, item.accumulation) in self._trials
@@ -335,7 +356,8 @@ class _Search:
         update = sum(op.seconds for op in trace.ops if op.phase is Phase.UPDATE)
         peak = prediction.peak_bytes
         if passes > 1:
-            peak += sum(value.nbytes for value in trace.values if value.kind is Kind.PARAMETER)
+            # As many bytes as the parameters have before the step changes them.
+            peak += sum(value.nbytes for value in trace.values if value.kind is Kind.PARAMETER and value.birth < 0)
         return Candidate(
             batch_size=micro_batch * passes,
             micro_batch=micro_batch,
@@ -378,7 +400,8 @@ class _Search:
         self._trials[key] = trial
         if passes == 1:
             problem = trial.plan.problem
-            sample = Sample(micro_batch, self._estimated(micro_batch), problem.trace)
+            moves = not keeps_everything(trial.plan)
+            sample = Sample(micro_batch, moves, self._estimated(micro_batch), problem.trace)
             self._calibration.learn(sample, problem.hardware)
             self._correct()
 
