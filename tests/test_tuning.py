@@ -222,6 +222,7 @@ def test_its_plan_is_followed_from_the_first_step(small_answer: outgrow.Tuning) 
             assert session.summary().predicted_peak_bytes is not None, "the step followed a plan"
             assert session.summary().measured_peak_bytes <= SMALL_BUDGET
             assert session.summary().replans == 0
+            assert 0 < session.peak_bytes <= SMALL_BUDGET
     assert digest([plain.model], [plain.optimizer]) == digest([managed.model], [managed.optimizer])
 
 

@@ -329,6 +329,8 @@ class Session:
                 self._expected.distrust()
         if outcome.watched:
             self._peak = max(self._peak, outcome.peak_bytes)
+        elif outcome.followed and self._expected is not None:
+            self._peak = max(self._peak, self._expected.measured_peak)
         if error is not None:
             if outcome.failure is not None:
                 error.add_note(str(outcome.failure))
