@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from outgrow.planning.plan import Plan
 from outgrow.session import Session
 from outgrow.tracing.capture import TrainingStep
+from outgrow.tracing.ir import Trace
 
 # The first two steps are recorded, and the third proves recipes.
 _WARM_UP_STEPS = 3
@@ -52,6 +53,13 @@ class Trial:
     step_seconds: float
     peak_bytes: int
     plan: Plan
+
+    @property
+    def trace(self) -> Trace:
+        """The step as it was recorded, at the pace of the steps that came after."""
+        recorded = self.plan.problem.trace
+        pace = self.step_seconds / self.plan.simulate().step_seconds
+        return recorded.with_ops([replace(op, seconds=op.seconds * pace) for op in recorded.ops])
 
 
 def run_step(made: TrainingStep, session: Session) -> float:

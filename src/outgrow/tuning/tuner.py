@@ -399,10 +399,9 @@ class _Search:
             return
         self._trials[key] = trial
         if passes == 1:
-            problem = trial.plan.problem
             moves = not keeps_everything(trial.plan)
-            sample = Sample(micro_batch, moves, self._estimated(micro_batch), problem.trace)
-            self._calibration.learn(sample, problem.hardware)
+            sample = Sample(micro_batch, moves, self._estimated(micro_batch), trial.trace)
+            self._calibration.learn(sample, trial.plan.problem.hardware)
             self._correct()
 
     def _make(self, micro_batch: int, passes: int) -> TrainingStep:
