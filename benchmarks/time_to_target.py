@@ -3,8 +3,8 @@
     python benchmarks/time_to_target.py --output benchmarks/results/cpu-time-to-target.json
 
 A small ResNet on scikit-learn's digits and a small GPT on the source of Python's standard library, under a budget
-that twice the default batch just fits. Time is that of training steps alone, tuning left out (it is in the figures beside
-it). Seeds take turns between both settings, so that a machine whose speed wavers is the same for both.
+that twice the default batch just fits. Time is that of training steps alone, tuning left out (it is in the figures
+beside it). Seeds take turns between both settings, so that a machine whose speed wavers is the same for both.
 """
 
 from __future__ import annotations
