@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import outgrow
+from outgrow.cli.job import make_job
 from outgrow.cli.main import run
+from outgrow.cli.options import Options
 from outgrow.networks import find
+from outgrow.tuning.builder import Builder
 from outgrow.tuning.rates import Rule, rate_factor, rule_for, warmup_steps
 from outgrow.tuning.scaling import StepFamily
 from outgrow.tuning.steps import synthetic_step
@@ -301,6 +304,12 @@ def test_the_answer_is_plain_data_and_a_picture(small_answer: outgrow.Tuning, tm
     assert "The batch that is worth it" in (tmp_path / "answer.html").read_text()
     with pytest.raises(outgrow.TuningError, match="cannot be written"):
         small_answer.plot(tmp_path / "nowhere" / "answer.png")
+
+
+def test_the_least_batch_is_what_the_network_takes() -> None:
+    job = make_job(Options("resnet-18", image_size=32, data="synthetic"))  # its last batch norm sees one pixel
+    assert Builder(job.sized_step).least_batch() == 2
+    assert Builder(make_mlp).least_batch() == 1
 
 
 # --- nonsense ---

@@ -81,7 +81,7 @@ class Builder:
         while True:
             try:
                 self.trace(batch)
-            except OutgrowError:
+            except TuningError:
                 raise
             except (ValueError, RuntimeError) as error:
                 if batch >= _MOST_LEAST_BATCH:
