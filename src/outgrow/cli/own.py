@@ -84,22 +84,26 @@ class OwnJob:
         Raises:
             OwnFileError: it failed, or returned something else than a `TrainingStep`.
         """
+        return self._made() if self.batch is None else self._made(self.batch)
+
+    def sized_step(self, batch: int, accumulation: int = 1) -> outgrow.TrainingStep:
+        """The step with another batch: what `outgrow.tune` asks for.
+
+        Raises:
+            OwnFileError: as `make_step`.
+        """
+        return self._made(batch) if accumulation == 1 else self._made(batch, accumulation=accumulation)
+
+    def _made(self, *sizes: int, **more: int) -> outgrow.TrainingStep:
         torch.manual_seed(self.seed)
         with self.blame(f"{self.function} failed"):
-            made = self.make() if self.batch is None else self.make(self.batch)
+            made = self.make(*sizes, **more)
         if not isinstance(made, outgrow.TrainingStep):
             raise OwnFileError(
                 f"{self.path}: {self.function} returned {type(made).__name__}: it has to return "
                 "outgrow.TrainingStep(model, optimizer, step)"
             )
         return made
-
-    def sized_step(self, batch: int, accumulation: int = 1) -> outgrow.TrainingStep:
-        """The step with another batch: what `outgrow.tune` asks for."""
-        torch.manual_seed(self.seed)
-        with self.blame(f"{self.function} failed"):
-            made = self.make(batch) if accumulation == 1 else self.make(batch, accumulation=accumulation)
-        return made  # type: ignore[return-value]  # the tuner looks at what it is
 
     def fake_trace(self, hardware: Hardware | None = None) -> Trace:
         """The trace of one step, without its memory, with the times of a device; of this machine by default."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outgrow.cli.datasets import epoch_samples
-from outgrow.cli.job import make_job
+from outgrow.cli.job import OptionError, make_job
 from outgrow.cli.options import Options
 from outgrow.cli.own import is_own, make_own_job
 from outgrow.cli.plot import check_plot_path
@@ -91,6 +91,8 @@ def _subject(options: Options, given: Collection[str]) -> tuple[str, Callable[..
     """What is tuned: its name, the function that makes its steps, and the samples of an epoch if they are known."""
     if is_own(options.network):
         own = make_own_job(options, given)
+        if own.batch is None:
+            raise OptionError(f"{own.function} in {own.path} takes no batch size: there is none to tune")
         return options.network, own.sized_step, None
     job = make_job(options)
     job.batches()  # a data set that is not there is said now, not after a minute of planning
