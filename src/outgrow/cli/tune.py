@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -93,7 +94,9 @@ def _subject(options: Options, given: Collection[str]) -> tuple[str, Callable[..
         own = make_own_job(options, given)
         if own.batch is None:
             raise OptionError(f"{own.function} in {own.path} takes no batch size: there is none to tune")
-        return options.network, own.sized_step, None
+        # The tuner reads off the function whether it knows of several passes: the file's says it, not the job's.
+        knows_passes = "accumulation" in inspect.signature(own.make).parameters
+        return options.network, own.sized_step if knows_passes else lambda batch: own.sized_step(batch), None
     job = make_job(options)
     job.batches()  # a data set that is not there is said now, not after a minute of planning
     return job.network.name, job.sized_step, epoch_samples(job.data, job.network, job.shape.image_size)
