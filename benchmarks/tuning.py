@@ -44,9 +44,13 @@ _TRAINING_LIMIT_SECONDS = 3600
 
 @dataclass(frozen=True)
 class Size:
-    """One batch: samples per second as predicted, in the tuner's own run of it, and as measured now."""
+    """One batch: samples per second as predicted, in the tuner's own run of it, and as measured now.
+
+    `foretold` says that the prediction was made without a run of this batch.
+    """
 
     batch: int
+    foretold: bool
     predicted: float
     run_by_tuner: float | None
     measured: float
@@ -69,7 +73,8 @@ class Result:
     chosen_batch: int
     best_batch: int
     best_share: float
-    within_10_percent: int
+    foretold: int
+    foretold_within_10_percent: int
     sizes: tuple[Size, ...]
     choice_peak_bytes: int
     choice_oom_retries: int
@@ -99,6 +104,7 @@ def _measure(name: str, rounds: int, max_batch: int, device: Hardware) -> Result
     sizes = tuple(
         Size(
             batch,
+            predicted[batch]["foretold"],
             predicted[batch]["predicted_samples_per_second"],
             predicted[batch]["measured_samples_per_second"],
             batch / runs[str(batch)].seconds,
@@ -132,7 +138,8 @@ def _measure(name: str, rounds: int, max_batch: int, device: Hardware) -> Result
         chosen_batch=chosen,
         best_batch=best.batch,
         best_share=ours / best.measured,
-        within_10_percent=sum(abs(size.ratio - 1) <= 0.10 for size in sizes),
+        foretold=sum(size.foretold for size in sizes),
+        foretold_within_10_percent=sum(size.foretold and abs(size.ratio - 1) <= 0.10 for size in sizes),
         sizes=sizes,
         choice_peak_bytes=trained["highest_peak_bytes"],
         choice_oom_retries=trained["oom_retries"],
@@ -157,10 +164,10 @@ def _with_ratios(result: Result) -> dict[str, Any]:
 
 
 def _in_words(result: Result) -> str:
-    sizes = " ".join(f"{size.batch}:{size.ratio:.2f}" for size in result.sizes)
+    sizes = " ".join(f"{size.batch}{'' if size.foretold else '*'}:{size.ratio:.2f}" for size in result.sizes)
     return (
         f"{result.network}: chose {result.chosen_batch}, {result.best_share:.3f} of the best ({result.best_batch}); "
-        f"largest {result.largest_batch}, plain {result.plain_batch}; predicted / measured {sizes}; "
+        f"largest {result.largest_batch}, plain {result.plain_batch}; predicted / measured (* not foretold) {sizes}; "
         f"peak of its choice {result.choice_peak_bytes / result.budget_bytes:.3f} of the budget"
     )
 

@@ -26,9 +26,11 @@ class Candidate:
         accumulation: how many such passes add up their gradients.
         feasible: whether the step keeps inside the budget, as far as is known.
         predicted_peak_bytes: highest live bytes of the plan.
-        predicted_step_seconds: as predicted before the candidate itself was run.
+        predicted_step_seconds: as predicted from real steps of other candidates, and where `foretold` is false of it.
         offloaded_bytes: what the plan sends away in a pass, and `recomputed_bytes` what it drops.
         efficiency: what a sample is worth, in terms of one in a step of the base batch.
+        foretold: whether what is predicted was so before the candidate was run, if it was: the base batch and the
+            ends of the curve are run first, to set estimates right, and are predicted from themselves as well.
         measured_peak_bytes: highest live bytes of all steps that were run; None if none was.
         measured_step_seconds: the median of the steps that were run.
     """
@@ -42,6 +44,7 @@ class Candidate:
     offloaded_bytes: int
     recomputed_bytes: int
     efficiency: float
+    foretold: bool = True
     measured_peak_bytes: int | None = None
     measured_step_seconds: float | None = None
 

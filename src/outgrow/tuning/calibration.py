@@ -5,10 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log2
 
 from outgrow.cost.hardware import Hardware
-from outgrow.tracing.ir import Op, Trace
+from outgrow.tracing.ir import Trace
 
 
 @dataclass(frozen=True)
@@ -23,14 +22,20 @@ class Sample:
     estimated: Trace
     measured: Trace
 
+    @property
+    def is_as_estimated(self) -> bool:
+        """Whether the real step was made of the ops that were estimated."""
+        return _calls(self.estimated) == _calls(self.measured)
+
 
 class Calibration:
     """What real steps at a few batches say of all others.
 
-    An op takes as many times its estimate as it did at the measured batches next to it, in between by the logarithm
-    of the batch; where the ops of a real step are not the estimated ones, that holds for the step as a whole. Steps
-    whose plans move something tell of such steps, and others of others, as far as there are both. What an op held
-    beyond its outputs grows with the batch.
+    Between two measured batches an op's time and workspace lie on the line through what was measured, over what was
+    estimated: kernels take some time however few samples there are, and then so much a sample. Beyond them an op
+    takes as many times its estimate as at the nearest; where the ops of a real step are not the estimated ones, all
+    this holds for the step as a whole. Of times, steps whose plans move something tell of such steps, and others of
+    others, as far as there are both.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -42,55 +47,65 @@ class Calibration:
         self.hardware = hardware
         self._samples = sorted([*self._samples, sample], key=lambda item: item.batch)
 
-    def corrected(self, batch: int, estimated: Trace, *, moves: bool) -> Trace:
-        """An estimated trace with the times and workspaces to expect, of a plan that moves something or does not."""
-        if not self._samples:
+    def sized(self, batch: int, estimated: Trace) -> Trace:
+        """An estimated trace with the workspaces to expect."""
+        such = [
+            item for item in self._samples if item.is_as_estimated and _calls(item.estimated) == _calls(estimated)
+        ]
+        if not such:
             return estimated
-        such = [item for item in self._samples if item.moves == moves]
-        below, above, share = _neighbours(such or self._samples, batch)
-        low, high = _pace(below), _pace(above)
-        fits = len(low) == len(high) == len(estimated.ops)
-        if not fits:
-            low, high = ([_overall(item)] * len(estimated.ops) for item in (below, above))
-        near = below if share < 0.5 else above
-        held = [op.workspace_bytes for op in near.measured.ops] if fits and len(_pace(near)) else None
-        growth = max(1.0, batch / near.batch)
+        below, above = _neighbours(such, batch)
 
-        def op(index: int, each: Op) -> Op:
-            seconds = each.seconds * (low[index] ** (1 - share) * high[index] ** share)
-            workspace = each.workspace_bytes if held is None else int(held[index] * growth)
-            return replace(each, seconds=seconds, workspace_bytes=workspace)
+        def held(index: int) -> int:
+            low, high = (item.measured.ops[index].workspace_bytes for item in (below, above))
+            if below is above:  # nobody was on the other side: more samples may need more, and fewer as much
+                return int(low * max(1.0, batch / below.batch))
+            return round(_on_line(batch, (below.batch, low), (above.batch, high)))
+
+        return estimated.with_ops(
+            [replace(op, workspace_bytes=held(index)) for index, op in enumerate(estimated.ops)]
+        )
+
+    def timed(self, batch: int, estimated: Trace, *, moves: bool) -> Trace:
+        """An estimated trace with the times to expect, of a plan that moves something or does not."""
+        such = [item for item in self._samples if item.moves == moves] or self._samples
+        if not such:
+            return estimated
+        below, above = _neighbours(such, batch)
+        fits = all(item.is_as_estimated and _calls(item.estimated) == _calls(estimated) for item in (below, above))
+
+        def took(index: int, seconds: float) -> float:
+            (low_guess, low), (high_guess, high) = (_times(item, index if fits else None) for item in (below, above))
+            if not fits:  # of the whole step
+                return seconds * _on_line(batch, (below.batch, low / low_guess), (above.batch, high / high_guess))
+            if low_guess < seconds < high_guess:
+                return _on_line(seconds, (low_guess, low), (high_guess, high))
+            near_guess, near = (low_guess, low) if seconds <= low_guess else (high_guess, high)
+            return near * seconds / near_guess if near_guess > 0 else near
 
         # Its numbers are as good as measured ones: nobody shall estimate them anew.
-        ops = tuple(op(index, each) for index, each in enumerate(estimated.ops))
+        ops = tuple(replace(op, seconds=took(index, op.seconds)) for index, op in enumerate(estimated.ops))
         return replace(estimated, ops=ops, measured=True)
 
 
-def _neighbours(samples: Sequence[Sample], batch: int) -> tuple[Sample, Sample, float]:
-    """The measured batches on both sides, and how far from the first to the second this one lies."""
+def _neighbours(samples: Sequence[Sample], batch: int) -> tuple[Sample, Sample]:
+    """The measured batches on both sides; beyond them all the last one, twice."""
     place = bisect_left([item.batch for item in samples], batch)
-    if place == 0:
-        return samples[0], samples[0], 0.0
-    if place == len(samples):
-        return samples[-1], samples[-1], 0.0
-    low, high = samples[place - 1], samples[place]
-    return low, high, log2(batch / low.batch) / log2(high.batch / low.batch)
+    return samples[max(0, place - 1)], samples[min(place, len(samples) - 1)]
 
 
-def _pace(sample: Sample) -> Sequence[float]:
-    """For each op what it took over what it was estimated to take; nothing if they are not the same ops."""
-    if _calls(sample.estimated) != _calls(sample.measured):
-        return []
-    overall = _overall(sample)
-    return [
-        measured.seconds / estimated.seconds if measured.seconds > 0 and estimated.seconds > 0 else overall
-        for measured, estimated in zip(sample.measured.ops, sample.estimated.ops, strict=True)
-    ]
+def _times(sample: Sample, index: int | None) -> tuple[float, float]:
+    """Of an op, or of the step: the time that was estimated, and the one that was measured; in seconds."""
+    if index is None:
+        return sample.estimated.seconds, sample.measured.seconds
+    return sample.estimated.ops[index].seconds, sample.measured.ops[index].seconds
+
+
+def _on_line(where: float, low: tuple[float, float], high: tuple[float, float]) -> float:
+    """The height of the line through two points."""
+    (start, first), (end, last) = low, high
+    return first if start == end else first + (last - first) * (where - start) / (end - start)
 
 
 def _calls(trace: Trace) -> list[tuple[str, str]]:
     return [(op.name, op.phase) for op in trace.ops]
-
-
-def _overall(sample: Sample) -> float:
-    return sample.measured.seconds / sample.estimated.seconds

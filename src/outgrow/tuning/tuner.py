@@ -111,8 +111,8 @@ def tune(
             trial_steps,
             _Reporter(bar, bar.add_task("")),
         )
+        search.run_base(max_batch)
         search.survey(max_batch)
-        search.run_base()
         search.run_best(trials)
         return search.answer(epoch_samples)
 
@@ -191,70 +191,77 @@ class _Search:
         self._calibration = Calibration(self._hardware)
         self._planner = Planner(find(terms.policy))
         self._family = StepFamily(builder.trace)
+        reporter.say("tracing")
+        self._least = builder.least_batch()
         self._rates: tuple[float, ...] = ()
         self._plans: dict[int, Plan] = {}  # of one pass, by its batch
         self._only_divided: list[int] = []  # batches that are in reach in several passes alone
         self._trials: dict[tuple[int, int], Trial] = {}
-        self._predicted: dict[tuple[int, int], Candidate] = {}  # of what was run, as predicted before
+        self._predicted: dict[tuple[int, int], Candidate] = {}  # of what was run later, as predicted before
         self._failed: set[tuple[int, int]] = set()
         self._failures: list[BudgetTooSmall] = []
 
     # --- the parts of a search, in order ---
 
-    def survey(self, max_batch: int | None) -> None:
-        """Plan every batch that fits, from fake traces."""
-        self._reporter.say("tracing")
-        least = self._builder.least_batch()
-        if max_batch is not None and max_batch < least:
-            raise TuningError(f"max_batch is {max_batch}, and the network takes {least} samples at least")
+    def run_base(self, max_batch: int | None) -> None:
+        """Run the base batch, or the nearest below it that fits: how fast is the machine?
+
+        Its gradients also tell how much larger batches are worth.
+        """
+        if max_batch is not None and max_batch < self._least:
+            raise TuningError(f"max_batch is {max_batch}, and the network takes {self._least} samples at least")
         budget = self._terms.budget_bytes
-        floor = least_budget(self._problem(least))
+        floor = least_budget(self._problem(self._least))
         if floor.bytes > budget:
-            trace = self._family.at(least)
-            where = f"{trace.describe_op(floor.op)} with a batch of {least}"
+            trace = self._family.at(self._least)
+            where = f"{trace.describe_op(floor.op)} with a batch of {self._least}"
             raise BudgetTooSmall(budget, floor.bytes, floor.holders, where)
-        most = largest_within(lambda size: least_budget(self._problem(size)).bytes, budget, least) or least
+        wanted = max(self._least, min(self._base, max_batch or self._base))
+        for size in reversed([*sizes_between(self._least, wanted - 1), wanted]):
+            if size > self._least and least_budget(self._problem(size)).bytes > budget:
+                continue
+            if self._noise_samples is None:
+                steps = max(self._trial_steps, _NOISE_STEPS)
+                self._run(size, 1, steps=steps, afterwards=partial(self._measure_noise, size))
+            else:
+                self._run(size, 1)
+            if self._trials:
+                break
+        else:
+            raise self._failures[-1]
+        if self._noise_samples is None:  # gradients that are all noise bound nothing
+            self._noise_samples = inf if self._noise is None else self._noise.samples
+
+    def survey(self, max_batch: int | None) -> None:
+        """Plan every batch that fits, from estimates that a few real steps have set right."""
+        self._reporter.say("looking for the largest batch")
+        fits = largest_within(
+            lambda size: least_budget(self._problem(size)).bytes, self._terms.budget_bytes, self._least
+        )
+        most = fits or self._least
         most = most if max_batch is None else min(most, max_batch)
-        sizes = sorted({*sizes_between(least, most), most})
+        sizes = sorted({*sizes_between(self._least, most), *(batch for batch, _ in self._trials), most})
+        for size in self._ends(sizes):
+            self._run(size, 1)
         if self._builder.accumulates:  # in several passes the base batch is in reach, where it does not fit in one
             self._only_divided = sizes_between(most + 1, min(self._base, max_batch or self._base))
         self._reporter.expect(len(sizes))
         for size in sizes:
-            self._reporter.say(f"planning batch {size}")
-            self._plans[size] = self._planner.plan(self._problem(size))
+            self._plan(size)
             self._reporter.advance()
-        if not any(plan.simulate().feasible for plan in self._plans.values()):
-            raise BudgetTooSmall(budget, floor.bytes, floor.holders)
 
-    def run_base(self) -> None:
-        """Run the base batch, or the nearest that fits, and the ends of the curve: how fast is the machine?
-
-        The base batch also tells what its gradients show.
-        """
-        feasible = [size for size, plan in self._plans.items() if plan.simulate().feasible]
-        base = max((size for size in feasible if size <= self._base), default=min(feasible))
-        if self._noise_samples is None:
-            self._run(
-                base, 1, steps=max(self._trial_steps, _NOISE_STEPS), afterwards=partial(self._measure_noise, base)
-            )
-            # Gradients that are all noise bound nothing.
-            self._noise_samples = inf if self._noise is None else self._noise.samples
-        else:
-            self._run(base, 1)
-        for size in self._others_to_run(feasible, base):
-            self._run(size, 1)
-
-    def _others_to_run(self, feasible: Sequence[int], base: int) -> list[int]:
-        """The ends of what is to be predicted: the smallest batch that is kept whole and the smallest that is not.
+    def _ends(self, sizes: Sequence[int]) -> list[int]:
+        """What to run beside the base batch: the smallest that is kept whole, and the smallest that is not.
 
         And of those that are kept, where the base batch is not, the largest: it is as near to that as they come.
         """
-        kept = [size for size in feasible if not self._moves(size)]
-        moved = [size for size in feasible if self._moves(size)]
+        run = {batch for batch, _ in self._trials}
+        kept = [size for size in sizes if not self._moves(size)]
+        moved = [size for size in sizes if self._moves(size)]
         wanted = {*kept[:1], *moved[:1]}
-        if base in moved:
+        if run.intersection(moved):
             wanted |= {*kept[-1:]}
-        return sorted(wanted - {base})
+        return sorted(wanted - run)
 
     def run_best(self, trials: int) -> None:
         """Run what is best as far as is known, until that was run."""
@@ -268,8 +275,6 @@ class _Search:
         """The best of what was run."""
         candidates = sorted(self._all_candidates(), key=lambda item: (item.batch_size, item.accumulation))
         run = [item for item in candidates if item.measured_step_seconds is not None]
-        if not run:
-            raise self._failures[0]
         chosen = max(run, key=self._worth)
         factor = rate_factor(self._rule, chosen.batch_size, self._base, self._samples_of_noise)
         return Tuning(
@@ -300,13 +305,20 @@ class _Search:
     def _estimated(self, batch: int) -> Trace:
         return estimate(self._family.at(batch), self._hardware)
 
+    def _sized(self, batch: int) -> Trace:
+        return self._calibration.sized(batch, self._estimated(batch))
+
     def _moves(self, batch: int) -> bool:
         """Whether a plan for this batch has to move something."""
-        return plain_profile(self._estimated(batch)).peak_bytes > self._terms.budget_bytes
+        return plain_profile(self._sized(batch)).peak_bytes > self._terms.budget_bytes
 
     def _problem(self, batch: int) -> Problem:
-        trace = self._calibration.corrected(batch, self._estimated(batch), moves=self._moves(batch))
+        trace = self._calibration.timed(batch, self._sized(batch), moves=self._moves(batch))
         return Problem(trace, self._calibration.hardware, self._terms.budget_bytes)
+
+    def _plan(self, batch: int) -> None:
+        self._reporter.say(f"planning batch {batch}")
+        self._plans[batch] = self._planner.plan(self._problem(batch))
 
     def _candidates(self) -> Iterator[Candidate]:
         return (item for item in self._all_candidates() if item.feasible)
@@ -342,8 +354,9 @@ class _Search:
         batch = micro_batch * passes
         return replace(
             known,
-            feasible=known.feasible and key not in self._failed,
+            feasible=trial is not None or (known.feasible and key not in self._failed),
             efficiency=efficiency(batch, self._base, self._samples_of_noise),
+            foretold=trial is None or key in self._predicted,
             measured_peak_bytes=None if trial is None else trial.peak_bytes,
             measured_step_seconds=None if trial is None else trial.step_seconds,
         )
@@ -381,7 +394,8 @@ class _Search:
     ) -> None:
         """Run a candidate and learn from it. One that does not fit after all is out of the race."""
         key = micro_batch, passes
-        self._predicted[key] = self._prediction(micro_batch, passes)
+        if micro_batch in self._plans:
+            self._predicted[key] = self._prediction(micro_batch, passes)
         steps = self._trial_steps if steps is None else steps
         self._reporter.expect(steps)
         self._reporter.say(f"running batch {micro_batch * passes}")
@@ -424,11 +438,12 @@ class _Search:
             noise.close()
 
     def _correct(self) -> None:
-        """Predict all plans anew, and make those anew that no longer fit."""
+        """Predict all plans anew, and make those anew that no longer fit, or no longer have to move anything."""
         for size, plan in self._plans.items():
             problem = self._problem(size)
             corrected = replace(plan, problem=problem)
-            if plan.simulate().feasible and not corrected.simulate().feasible:
-                self._reporter.say(f"planning batch {size}")
-                corrected = self._planner.plan(problem)
-            self._plans[size] = corrected
+            no_longer_fits = plan.simulate().feasible and not corrected.simulate().feasible
+            if no_longer_fits or keeps_everything(plan) == self._moves(size):
+                self._plan(size)
+            else:
+                self._plans[size] = corrected
