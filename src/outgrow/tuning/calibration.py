@@ -22,10 +22,9 @@ class Sample:
     estimated: Trace
     measured: Trace
 
-    @property
-    def is_as_estimated(self) -> bool:
-        """Whether the real step was made of the ops that were estimated."""
-        return _calls(self.estimated) == _calls(self.measured)
+    def is_of(self, estimated: Trace) -> bool:
+        """Whether the real step was made of the ops of this trace, and of the one that was estimated for it."""
+        return _calls(self.estimated) == _calls(self.measured) == _calls(estimated)
 
 
 class Calibration:
@@ -72,7 +71,7 @@ class Calibration:
         if not such:
             return estimated
         below, above = _neighbours(such, batch)
-        fits = all(item.is_as_estimated and _calls(item.estimated) == _calls(estimated) for item in (below, above))
+        fits = below.is_of(estimated) and above.is_of(estimated)
 
         def took(index: int, seconds: float) -> float:
             (low_guess, low), (high_guess, high) = (_times(item, index if fits else None) for item in (below, above))
