@@ -48,9 +48,7 @@ class Calibration:
 
     def sized(self, batch: int, estimated: Trace) -> Trace:
         """An estimated trace with the workspaces to expect."""
-        such = [
-            item for item in self._samples if item.is_as_estimated and _calls(item.estimated) == _calls(estimated)
-        ]
+        such = [item for item in self._samples if item.is_of(estimated)]
         if not such:
             return estimated
         below, above = _neighbours(such, batch)
