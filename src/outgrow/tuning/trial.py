@@ -76,19 +76,21 @@ def run_trial(
     terms: Terms,
     steps: int,
     *,
+    plan: Plan | None = None,
     on_step: Callable[[], None] = lambda: None,
     afterwards: Callable[[TrainingStep, Session], None] | None = None,
 ) -> Trial:
     """Build the step, run it a few times to settle and then `steps` times; everything is let go of at the end.
 
-    `on_step` is called after each step that counts; `afterwards` may do more with what was built.
+    `plan` is what the first step follows, if there is one. `on_step` is called after each step that counts;
+    `afterwards` may do more with what was built.
 
     Raises:
         BudgetTooSmall, SpillError: see `Session`.
     """
     made = make()
     seconds: list[float] = []
-    with terms.open(made) as session:
+    with terms.open(made, plan) as session:
         for index in range(_WARM_UP_STEPS + steps):
             seconds.append(run_step(made, session))
             if index >= _WARM_UP_STEPS:

@@ -404,6 +404,7 @@ class _Search:
                 partial(self._make, micro_batch, passes),
                 self._terms,
                 steps,
+                plan=self._plan_to_run(micro_batch, passes),
                 on_step=self._reporter.advance,
                 afterwards=afterwards,
             )
@@ -417,6 +418,13 @@ class _Search:
             sample = Sample(micro_batch, moves, self._estimated(micro_batch), trial.trace)
             self._calibration.learn(sample, trial.plan.problem.hardware)
             self._correct()
+
+    def _plan_to_run(self, micro_batch: int, passes: int) -> Plan | None:
+        """The plan, as one whose trace has yet to be recorded: it saves a step that nobody planned."""
+        plan = self._plans.get(micro_batch)
+        if plan is None or passes > 1 or not plan.simulate().feasible:
+            return None
+        return replace(plan, problem=replace(plan.problem, trace=replace(plan.problem.trace, measured=False)))
 
     def _make(self, micro_batch: int, passes: int) -> TrainingStep:
         made = self._builder.make(micro_batch, passes)
