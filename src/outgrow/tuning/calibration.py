@@ -75,9 +75,11 @@ class Calibration:
             (low_guess, low), (high_guess, high) = (_times(item, index if fits else None) for item in (below, above))
             if not fits:  # of the whole step
                 return seconds * _on_line(batch, (below.batch, low / low_guess), (above.batch, high / high_guess))
-            if low_guess < seconds < high_guess:
-                return _on_line(seconds, (low_guess, low), (high_guess, high))
-            near_guess, near = (low_guess, low) if seconds <= low_guess else (high_guess, high)
+            if below.batch <= batch <= above.batch:
+                if low_guess < high_guess:
+                    return _on_line(seconds, (low_guess, low), (high_guess, high))
+                return _on_line(batch, (below.batch, low), (above.batch, high))
+            near_guess, near = (low_guess, low) if batch < below.batch else (high_guess, high)
             return near * seconds / near_guess if near_guess > 0 else near
 
         # Its numbers are as good as measured ones: nobody shall estimate them anew.
