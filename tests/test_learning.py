@@ -159,3 +159,13 @@ def test_a_program_that_keeps_something_of_each_step_is_not_recorded_for_ever() 
             kept[:] = [out.detach()]
             replans.append(session.summary().replans)
     assert replans[-1] == replans[2]
+
+
+def test_after_a_search_that_found_nothing_better_the_next_waits_for_a_larger_change(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    assert not any(measure(kind, budget, 3, pace=1.15))
+    assert kind.searches == 1
+    assert not any(measure(kind, budget, 3, pace=1 / 1.15))
+    assert kind.searches == 1
+    measure(kind, budget, 3, pace=1.5)
+    assert kind.searches == 2

@@ -50,6 +50,8 @@ class StepKind:
         seen: how many such steps there were.
         recordings: how often the step was recorded anew because its plan proved wrong, and `searches` how often its
             plan was searched for again because the machine's speed had changed.
+        tolerance: how far from the prediction times must be for another search: a search that finds nothing better
+            takes its time all the same, so that the next one waits for a larger change.
         recent: times and stalls of the last steps under this plan, in seconds.
         syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
     """
@@ -63,6 +65,7 @@ class StepKind:
     seen: int = 0
     recordings: int = 0
     searches: int = 0
+    tolerance: float = _SEARCH_TOLERANCE
     recent: list[tuple[float, float]] = field(default_factory=list)
     syncs: tuple[bool, ...] = ()
 
@@ -133,7 +136,7 @@ class Planner:
         trace = _paced(kind.plan.problem.trace, (seconds - stall) / own)
         problem = replace(kind.plan.problem, trace=trace, hardware=hardware)
         kind.plan = replace(kind.plan, problem=problem)
-        if error <= _SEARCH_TOLERANCE or keeps_everything(kind.plan) or kind.searches >= _MOST_SEARCHES:
+        if error <= kind.tolerance or keeps_everything(kind.plan) or kind.searches >= _MOST_SEARCHES:
             return False
         now = kind.plan.simulate()
         if now.plain_step_seconds > now.step_seconds * _WORTH_CHANGING:  # no plan is faster than the plain step
@@ -142,6 +145,7 @@ class Planner:
         other = self.plan(replace(problem, budget_bytes=budget_bytes))
         then = other.simulate()
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
+            kind.tolerance *= 2
             return False
         kind.plan = other
         times = (format_seconds(seconds), format_seconds(prediction.step_seconds))

@@ -16,6 +16,9 @@ from outgrow.tracing.ir import Trace
 
 # The first two steps are recorded, and the third proves recipes.
 _WARM_UP_STEPS = 3
+# A machine's speed wavers from second to second: short steps are run for so long, but at most so many times as often.
+_LEAST_SECONDS = 4.0
+_MOST_TIMES = 5
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,8 @@ def run_trial(
 ) -> Trial:
     """Build the step, run it a few times to settle and then `steps` times; everything is let go of at the end.
 
-    `plan` is what the first step follows, if there is one. `on_step` is called after each step that counts;
-    `afterwards` may do more with what was built.
+    Short steps are run more often. `plan` is what the first step follows, if there is one. `on_step` is called after
+    each of the `steps`; `afterwards` may do more with what was built.
 
     Raises:
         BudgetTooSmall, SpillError: see `Session`.
@@ -91,9 +94,11 @@ def run_trial(
     made = make()
     seconds: list[float] = []
     with terms.open(made, plan) as session:
-        for index in range(_WARM_UP_STEPS + steps):
+        for _ in range(_WARM_UP_STEPS):
+            run_step(made, session)
+        while len(seconds) < steps or (sum(seconds) < _LEAST_SECONDS and len(seconds) < _MOST_TIMES * steps):
             seconds.append(run_step(made, session))
-            if index >= _WARM_UP_STEPS:
+            if len(seconds) <= steps:
                 on_step()
         plan = session.plan
         peak = session.peak_bytes
@@ -102,4 +107,4 @@ def run_trial(
     assert plan is not None, "every step that was recorded has a plan"
     del made
     gc.collect()  # models hold themselves in cycles, and the next one needs the room
-    return Trial(median(seconds[_WARM_UP_STEPS:]), peak, plan)
+    return Trial(median(seconds), peak, plan)
