@@ -45,6 +45,20 @@ def two(batch, accumulation):
     return make_step(batch)
 
 
+def in_passes(batch, accumulation=1):
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(batch, 64)
+
+    def step():
+        for _ in range(accumulation):
+            (model(x).square().mean() / accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return outgrow.TrainingStep(model, optimizer, step)
+
+
 def wrong(batch):
     return {"model": None}
 
@@ -120,6 +134,23 @@ def test_a_file_trains_the_same_under_a_budget_and_plainly(write: Command, resul
 def test_a_step_may_return_its_loss(write: Command, result: Command, returned: str, is_known: bool) -> None:
     trained = result("train", f"{write(returned=returned)}:make_step", "--batch", "8", "--steps", "1")
     assert trained["losses"] == [pytest.approx(2.3, abs=0.5)] if is_known else [None]
+
+
+def test_a_file_is_tuned_and_its_step_divided_only_where_its_function_knows_how(
+    write: Command, result: Command, refused: Command
+) -> None:
+    file = write()
+    search = ("--budget", "2MB", "--max-batch", "64", "--noise-scale", "100", "--trials", "1")
+    whole = result("tune", f"{file}:make_step", *search)
+    assert whole["network"] == f"{file}:make_step"
+    assert whole["chosen"]["measured_peak_bytes"] <= 2_000_000
+    assert whole["rule"] == "square root", "its optimizer is AdamW"
+    assert {item["accumulation"] for item in whole["candidates"]} == {1}
+    # The base batch does not fit in one pass here; in several it is in reach.
+    low = ("--budget", "700kB", "--batch", "1024", "--noise-scale", "100", "--trials", "1")
+    divided = result("tune", f"{file}:in_passes", *low)
+    assert max(item["accumulation"] for item in divided["candidates"]) > 1
+    assert "takes no batch size" in refused("tune", f"{file}:without_batch", *search)
 
 
 def test_a_function_may_take_no_batch(write: Command, result: Command, refused: Command) -> None:
