@@ -259,9 +259,9 @@ def tune(
 ) -> None:
     """Find the batch that is worth it under a budget, and its learning rate.
 
-    Every batch that fits is planned from fake traces; the base batch, the ends
-    of the curve and the best few train for some steps, which sets estimates right
-    and shows how noisy gradients are. The answer was run, inside the budget.
+    The base batch and the ends of the curve train for some steps, which sets
+    estimates right and shows how noisy gradients are. Every batch that fits is
+    planned from those, and the best few are run. The answer was, inside the budget.
 
     A model of your own is a FILE.py:FUNCTION whose function takes the batch size; where it takes 'accumulation' as
     well, several passes before the optimizer's step are weighed, too.

@@ -1,8 +1,8 @@
 """`outgrow.tune`: which batch is worth it under a budget, and which learning rate goes with it.
 
 After AccUDNN's hyperparameter tuner (arXiv 1901.06773, abstract): with a memory manager on, the largest batch is
-seldom the one that pays. Fake traces tell what a step takes at any batch, `auto` plans each candidate, a few are run
-for real to set the estimates right, and gradients show what more samples in a step are worth.
+seldom the one that pays. Fake traces tell what a step takes at any batch, a few are run for real to set the estimates
+right, `auto` plans each candidate from those, and gradients show what more samples in a step are worth.
 """
 
 from __future__ import annotations
