@@ -104,7 +104,7 @@ class Planner:
         plan = self._policy.plan(problem).laid_out()
         if keeps_everything(plan):
             return plan
-        less = replace(problem, budget_bytes=int(problem.budget_bytes * _HEADROOM_SHARE))
+        less = problem.with_budget(int(problem.budget_bytes * _HEADROOM_SHARE))
         roomy = self._policy.plan(less).laid_out()
         wanted, offered = plan.simulate(), roomy.simulate()
         costs_little = offered.step_seconds <= wanted.step_seconds * _HEADROOM_COST
@@ -142,7 +142,7 @@ class Planner:
         if now.plain_step_seconds > now.step_seconds * _WORTH_CHANGING:  # no plan is faster than the plain step
             return False
         kind.searches += 1
-        other = self.plan(replace(problem, budget_bytes=budget_bytes))
+        other = self.plan(problem.with_budget(budget_bytes))
         then = other.simulate()
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
             kind.tolerance *= 2

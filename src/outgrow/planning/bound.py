@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import accumulate
 
 from outgrow.planning.floor import needed_curve
@@ -36,7 +35,7 @@ def least_step_seconds(problem: Problem, search_seconds: float = 0.0) -> float:
 
 def _kept(problem: Problem, reuses: tuple[int, ...]) -> tuple[int, ...]:
     """Live bytes at each op where nothing moves."""
-    boundless = replace(problem, budget_bytes=_BOUNDLESS)
+    boundless = problem.with_budget(_BOUNDLESS)
     return make_plan("keep", boundless, (), reuses=reuses, evicts=False).simulate().curve
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from outgrow.planning.parks import away, gaps
-from outgrow.planning.problem import Problem
+from outgrow.planning.problem import Problem, reading
 
 _Span = tuple[int, int, int, int]  # (first op, end op, bytes, value)
 
@@ -21,6 +21,7 @@ class Floor:
     holders: dict[str, int]
 
 
+@reading
 def least_budget(problem: Problem) -> Floor:
     """Live bytes at each op when whatever can be away is away.
 

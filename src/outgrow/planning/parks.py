@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from outgrow.planning.plan import Park
-from outgrow.planning.problem import Problem
+from outgrow.planning.problem import Problem, reading
 from outgrow.tracing.ir import Event, Kind
 
 # As for other copies back (`policies/prefetch.py`): a late one stalls the device, an early one holds memory.
@@ -65,6 +65,7 @@ def may_park(problem: Problem, value: int) -> bool:
     return problem.is_state(value) or record.storage in problem.own_storages
 
 
+@reading
 def gaps(problem: Problem) -> tuple[Gap, ...]:
     """All gaps in which a value could be parked, by value and time."""
     trace = problem.trace
@@ -120,11 +121,19 @@ def sources_of_gradient(problem: Problem, value: int) -> tuple[int, ...] | None:
     if record.kind is not Kind.GRADIENT or record.birth < 0 or trace.ops[record.birth].name != _PRODUCT:
         return None
     sources = trace.ops[record.birth].inputs
-    for source in sources:
-        storage = trace.values[source].storage
-        if any(other.storage == storage and other.birth > record.birth for other in trace.values):
-            return None  # it is written over
+    written = _last_writes(problem)
+    if any(written[trace.values[source].storage] > record.birth for source in sources):
+        return None  # one is written over
     return sources
+
+
+@reading
+def _last_writes(problem: Problem) -> dict[int, int]:
+    """The last op that writes to each storage."""
+    last: dict[int, int] = {}
+    for value in problem.trace.values:
+        last[value.storage] = max(value.birth, last.get(value.storage, value.birth))
+    return last
 
 
 def _is_remade(problem: Problem, gap: Gap) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, wraps
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outgrow.cost.hardware import Hardware
 from outgrow.tracing.ir import Event, Kind, Phase, Trace
@@ -21,6 +22,8 @@ _MOVABLE = frozenset({Kind.ACTIVATION, Kind.INPUT, Kind.TEMPORARY})
 _LET_GO = frozenset({Kind.ACTIVATION, Kind.TEMPORARY})
 # Training state that ops read and write; buffers are written to unseen by some.
 STATE = frozenset({Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER})
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,18 @@ class Problem:
     budget_bytes: int
     base_bytes: int = 0
     least_moved_bytes: int = LEAST_MOVED_BYTES
+
+    def with_budget(self, budget_bytes: int) -> Problem:
+        """The same step on the same device under another budget; what was read of it so far holds for that too."""
+        other = replace(self, budget_bytes=budget_bytes)
+        known = vars(self).keys() - {field.name for field in fields(self)}
+        vars(other).update((name, vars(self)[name]) for name in known)
+        return other
+
+    @cached_property
+    def readings(self) -> dict[str, Any]:
+        """What functions that are a `reading` have found, by their names."""
+        return {}
 
     @cached_property
     def op_times(self) -> list[float]:
@@ -149,3 +164,18 @@ class Problem:
         """Whether a saved value may leave the device at all."""
         record = self.trace.values[value]
         return record.kind in _MOVABLE and record.nbytes >= self.least_moved_bytes
+
+
+def reading(function: Callable[[Problem], _Found]) -> Callable[[Problem], _Found]:
+    """A function that reads a problem is called once for it; what it finds must not depend on the budget."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def read(problem: Problem) -> _Found:
+        known = problem.readings
+        if name not in known:
+            known[name] = function(problem)
+        found: _Found = known[name]
+        return found
+
+    return read

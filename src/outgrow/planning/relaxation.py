@@ -20,7 +20,7 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, vstack
 
 from outgrow.planning.parks import Gap, sources_of_gradient
 from outgrow.planning.prefetch import may_be_dropped
@@ -111,14 +111,9 @@ class Relaxation:
         excess = np.maximum.reduceat(self._curve - limit, self._moments)
         if not self._items:
             return Shares({}, {}, 0.0 if excess.max() <= 0 else float("inf"))
-        rows, columns = self._rows_within(excess)
-        answer = linprog(
-            self._costs(columns),
-            A_ub=rows.matrix(columns.count),
-            b_ub=rows.limits,
-            bounds=self._bounds(columns),
-            method="highs",
-        )
+        columns = self._program[1]
+        costs, matrix, bounds = self._arrays
+        answer = linprog(costs, A_ub=matrix, b_ub=self._limits(excess), bounds=bounds, method="highs")
         if answer.x is None:
             return Shares({}, {}, float("inf"))
         saved = [(k, item.candidate.value) for k, item in enumerate(self._items) if item.candidate is not None]
@@ -135,30 +130,39 @@ class Relaxation:
         if not self._items or not isfinite(relaxed):
             return relaxed
         excess = np.maximum.reduceat(self._curve - self._problem.budget_bytes, self._moments)
-        rows, columns = self._rows_within(excess)
+        columns = self._program[1]
+        costs, matrix, bounds = self._arrays
         whole = np.zeros(columns.count)
         largest = sorted(range(len(self._items)), key=lambda index: -self._items[index].nbytes)[:_WHOLE_VALUES]
         for index in largest:
             whole[[columns.offloaded[index], columns.recomputed[index]]] = 1
-        bounds = self._bounds(columns)
         answer = milp(
-            self._costs(columns),
+            costs,
             integrality=whole,
             bounds=Bounds(bounds[:, 0], bounds[:, 1]),
-            constraints=LinearConstraint(rows.matrix(columns.count), -np.inf, np.asarray(rows.limits)),
+            constraints=LinearConstraint(matrix, -np.inf, self._limits(excess)),
             options={"time_limit": seconds, "mip_rel_gap": _WHOLE_GAP},
         )
         proved = getattr(answer, "mip_dual_bound", None)
         return max(relaxed, float(proved)) if proved is not None and isfinite(proved) else relaxed
 
-    def _rows_within(self, excess: NDArray[np.float64]) -> tuple[_Rows, _Columns]:
-        """The rows with those of the budget: how far the plain step is over it, at the worst op of each moment."""
-        program, columns = self._program
-        rows = program.copy()
+    @cached_property
+    def _arrays(self) -> tuple[NDArray[np.float64], csr_array, NDArray[np.float64]]:
+        """What is the same for all budgets: costs, rows and bounds.
+
+        The last rows, one for each moment, say that what leaves is what the plain step is over the budget.
+        """
+        rows, columns = self._program
+        within = _Rows()
         for now in range(len(self._moments)):
             away = [(columns.gone[now], 1.0), (columns.inside[now], -1.0), (columns.dropped[now], 1.0)]
-            rows.at_least(excess[now] / _UNIT, [*away, (columns.over[now], 1.0)])
-        return rows, columns
+            within.at_least(0.0, [*away, (columns.over[now], 1.0)])
+        matrix = vstack([rows.matrix(columns.count), within.matrix(columns.count)], format="csr")
+        return self._costs(columns), matrix, self._bounds(columns)
+
+    def _limits(self, excess: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The limits of these rows. `excess`: how far the plain step is over, at the worst op of each moment."""
+        return np.concatenate([np.asarray(self._program[0].limits), -(excess / _UNIT)])
 
     # --- time ---
 
@@ -520,12 +524,6 @@ class _Rows:
     def equal(self, limit: float, terms: _Terms) -> None:
         self.at_most(limit, terms)
         self.at_least(limit, terms)
-
-    def copy(self) -> _Rows:
-        other = _Rows()
-        other.limits, other._rows = list(self.limits), list(self._rows)
-        other._columns, other._factors = list(self._columns), list(self._factors)
-        return other
 
     def matrix(self, columns: int) -> csr_array:
         return csr_array((self._factors, (self._rows, self._columns)), shape=(len(self.limits), columns))

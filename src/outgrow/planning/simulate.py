@@ -9,12 +9,12 @@ on it.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from outgrow.planning.parks import may_park, sources_of_gradient
 from outgrow.planning.plan import Plan, Replay
-from outgrow.planning.problem import Problem
+from outgrow.planning.problem import Problem, reading
 from outgrow.planning.recipes import Recipe, burst
 from outgrow.planning.reuse import overwritten
 from outgrow.planning.timeline import Activity, Recording, Span, Timeline
@@ -143,11 +143,8 @@ class _Walk:
         trace = problem.trace
         self._parks = {item.value for item in plan.parks if may_park(problem, item.value)}
         self._entries: dict[int, _Entry] = {}
-        for saved in trace.saved:
-            if saved.value not in self._entries:
-                value = trace.values[saved.value]
-                movable = problem.is_movable(saved.value)
-                self._entries[saved.value] = _Entry(value.nbytes, value.held, movable)
+        for index, nbytes, held, movable in _saved_values(problem):
+            self._entries[index] = _Entry(nbytes, held, movable)
         for index in self._parks - self._entries.keys():
             self._entries[index] = _Entry(trace.values[index].nbytes, trace.values[index].death, movable=False)
         self._lent: list[int] = []  # training state that left in this backward pass
@@ -156,15 +153,14 @@ class _Walk:
         # Values that go again at once when they were made anew for another's sake.
         self._brief = {item.value for item in plan.recomputes if item.replay is Replay.MEMORY}
         self._actions = _actions(plan)
-        self._births, self._deaths = _births_and_deaths(plan, self._entries)
+        self._births, self._deaths = _births_and_deaths(plan, self._entries.keys())
         self._early_ends, self._late_ends = _ends(problem, self._parks)
+        self._wanted = _wanted(problem, self._parks)
 
     def run(self) -> None:
         trace = self.problem.trace
         ticks, cursor = trace.ticks, 0
-        for value in trace.values:
-            if value.birth < 0:
-                self._live += value.nbytes
+        self._live += _resident_bytes(self.problem)
         for now, op in enumerate(trace.ops):
             self._op = now
             self._free_at(now)
@@ -177,10 +173,8 @@ class _Walk:
             self._land()
             if self._lent and op.phase is not Phase.BACKWARD:
                 self._return_state()
-            if self._parks:
-                for used in dict.fromkeys((*op.inputs, *op.outputs)):
-                    if used in self._parks:
-                        self._unpark(used)
+            for used in self._wanted.get(now, ()):
+                self._unpark(used)
             rise = born + op.workspace_bytes
             if self._live + rise > self._budget and (self._evicts or self._parks):
                 self._make_room(rise)
@@ -597,20 +591,33 @@ def _actions(plan: Plan) -> dict[int, list[tuple[str, int]]]:
     return table
 
 
-def _births_and_deaths(plan: Plan, entries: Container[int]) -> tuple[list[int], list[int]]:
+@reading
+def _saved_values(problem: Problem) -> list[tuple[int, int, int, bool]]:
+    """Of each value that autograd saves: its number, bytes, the op from which on it is autograd's, if it may move."""
+    values = problem.trace.values
+    return [
+        (index, values[index].nbytes, values[index].held, problem.is_movable(index))
+        for index in dict.fromkeys(saved.value for saved in problem.trace.saved)
+    ]
+
+
+@reading
+def _resident_bytes(problem: Problem) -> int:
+    """Bytes of what is there before the step."""
+    return sum(value.nbytes for value in problem.trace.values if value.birth < 0)
+
+
+def _births_and_deaths(plan: Plan, entries: Collection[int]) -> tuple[list[int], list[int]]:
     """Bytes that appear with each op, and bytes of values without an entry that are gone before each op.
 
     An in-place write is a death and a birth at the same op, so that live bytes stay as they are. A result that takes
     the place of an input is not born, and the input does not die.
     """
     problem = plan.problem
-    size = len(problem.trace.ops) + 1
-    births, deaths = [0] * size, [0] * size
-    for index, value in enumerate(problem.trace.values):
-        if value.birth >= 0:
-            births[value.birth] += value.nbytes
-        if index not in entries:
-            deaths[value.death] += value.nbytes
+    births, deaths = map(list, _plain_births_and_deaths(problem))
+    for index in entries:
+        value = problem.trace.values[index]
+        deaths[value.death] -= value.nbytes
     for op in dict.fromkeys(plan.reuses):
         source = overwritten(problem, op)
         if source is not None and source not in entries:
@@ -619,20 +626,60 @@ def _births_and_deaths(plan: Plan, entries: Container[int]) -> tuple[list[int], 
     return births, deaths
 
 
-def _ends(
-    problem: Problem, parks: Iterable[int]
-) -> tuple[dict[int, list[tuple[bool, int]]], dict[int, list[tuple[bool, int]]]]:
+@reading
+def _plain_births_and_deaths(problem: Problem) -> tuple[list[int], list[int]]:
+    """The same where no value has an entry, and none takes another's place."""
+    size = len(problem.trace.ops) + 1
+    births, deaths = [0] * size, [0] * size
+    for value in problem.trace.values:
+        if value.birth >= 0:
+            births[value.birth] += value.nbytes
+        deaths[value.death] += value.nbytes
+    return births, deaths
+
+
+_Ends = dict[int, list[tuple[bool, int]]]
+
+
+def _ends(problem: Problem, parks: Iterable[int]) -> tuple[_Ends, _Ends]:
     """Releases of saved tensors, deaths of saved and parked values by op: before that op's ticks, or after them."""
-    early: dict[int, list[tuple[bool, int]]] = {}
-    late: dict[int, list[tuple[bool, int]]] = {}
+    saved_early, saved_late, saved = _saved_ends(problem)
+    early = dict(saved_early)
+    for value in parks:
+        if value not in saved:
+            death = problem.trace.values[value].death
+            early[death] = [*early.get(death, ()), (False, value)]
+    return early, saved_late
+
+
+@reading
+def _saved_ends(problem: Problem) -> tuple[_Ends, _Ends, Collection[int]]:
+    """The same of saved tensors and their values alone, and which those values are."""
+    early: _Ends = {}
+    late: _Ends = {}
     last_tick: dict[int, int] = {}
     for index, saved in enumerate(problem.trace.saved):
         last = saved.unpacked[-1] if saved.unpacked else saved.packed
         last_tick[saved.value] = max(last_tick.get(saved.value, -1), last)
         (late if last >= saved.released else early).setdefault(saved.released, []).append((True, index))
-    for value in parks:
-        last_tick.setdefault(value, -1)
     for value, last in last_tick.items():
         death = problem.trace.values[value].death
         (late if last >= death else early).setdefault(death, []).append((False, value))
-    return early, late
+    return early, late, last_tick.keys()
+
+
+def _wanted(problem: Problem, parks: Set[int]) -> dict[int, list[int]]:
+    """The parked values that each op reads or writes."""
+    if not parks:
+        return {}
+    return {
+        now: [value for value in values if value in parks]
+        for now, values in enumerate(_used(problem))
+        if not parks.isdisjoint(values)
+    }
+
+
+@reading
+def _used(problem: Problem) -> list[tuple[int, ...]]:
+    """The values that each op reads or writes, each once."""
+    return [tuple(dict.fromkeys((*op.inputs, *op.outputs))) for op in problem.trace.ops]

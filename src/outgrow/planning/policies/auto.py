@@ -172,7 +172,7 @@ def _excess(plan: Plan) -> list[int]:
 
 
 def _boundless(plan: Plan) -> Plan:
-    return replace(plan, problem=replace(plan.problem, budget_bytes=_BOUNDLESS), evicts=False)
+    return replace(plan, problem=plan.problem.with_budget(_BOUNDLESS), evicts=False)
 
 
 @dataclass(frozen=True)

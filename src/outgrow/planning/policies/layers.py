@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outgrow.planning.problem import Problem
+from outgrow.planning.plan import Offload
+from outgrow.planning.problem import Candidate, Problem
 from outgrow.tracing.ir import Event
 
 
@@ -41,3 +42,13 @@ def backward_layers(problem: Problem) -> list[Layer]:
 def is_convolution(node: str) -> bool:
     """Whether a backward node is a convolution's, by its name."""
     return "Convolution" in node
+
+
+def offload_with_its_layer(problem: Problem, item: Candidate, in_tick: int) -> Offload:
+    """The value leaves when it was saved for the last time, and the device waits for that when the layer is over.
+
+    That is when its input is held by nobody but autograd. The copy back starts at `in_tick`; -1 waits for who asks.
+    """
+    over = max(problem.first_tick_at(item.held), item.last_pack)
+    last = min(item.first_unpack, len(problem.trace.ticks)) - 1
+    return Offload(item.value, item.last_pack, min(over, last), in_tick, offset=0)

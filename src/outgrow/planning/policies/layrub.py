@@ -12,8 +12,8 @@ Three things together make it follow the widest layer instead of the depth:
 
 from __future__ import annotations
 
-from outgrow.planning.plan import Offload, Plan, make_plan
-from outgrow.planning.policies.layers import backward_layers
+from outgrow.planning.plan import Plan, make_plan
+from outgrow.planning.policies.layers import backward_layers, offload_with_its_layer
 from outgrow.planning.problem import Problem
 from outgrow.planning.reuse import reusable_ops
 
@@ -25,15 +25,9 @@ class Layrub:
 
     def plan(self, problem: Problem) -> Plan:
         ahead = _one_layer_ahead(problem)
-        last = len(problem.trace.ticks) - 1
         offloads = tuple(
-            Offload(
-                value=item.value,
-                out_tick=item.last_pack,
-                # The layer is over when its input is held by nobody else.
-                release_tick=min(max(problem.first_tick_at(item.held), item.last_pack), item.first_unpack - 1, last),
-                in_tick=max(ahead[item.value], item.last_pack) if item.value in ahead else -1,
-                offset=0,
+            offload_with_its_layer(
+                problem, item, max(ahead[item.value], item.last_pack) if item.value in ahead else -1
             )
             for item in problem.candidates
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outgrow.planning.plan import Offload, Plan, make_plan
-from outgrow.planning.policies.layers import backward_layers, is_convolution
+from outgrow.planning.plan import Plan, make_plan
+from outgrow.planning.policies.layers import backward_layers, is_convolution, offload_with_its_layer
 from outgrow.planning.problem import Candidate, Problem
 
 
@@ -58,17 +58,7 @@ class VdnnDyn:
 def _offload(name: str, problem: Problem, chosen: Iterable[Candidate]) -> Plan:
     candidates = {item.value: item for item in chosen}
     back = _prefetch_ticks(problem, candidates)
-    last = len(problem.trace.ticks) - 1
-    offloads = tuple(
-        Offload(
-            value=item.value,
-            out_tick=item.last_pack,
-            release_tick=min(max(problem.first_tick_at(item.held), item.last_pack), item.first_unpack - 1, last),
-            in_tick=back.get(item.value, -1),
-            offset=0,
-        )
-        for item in candidates.values()
-    )
+    offloads = tuple(offload_with_its_layer(problem, item, back.get(item.value, -1)) for item in candidates.values())
     return make_plan(name, problem, offloads)
 
 
