@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from outgrow.cli.datasets import Part
 from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.options import Options
-from outgrow.cli.train import check_that_it_fits, run
+from outgrow.cli.train import FROM_SUMMARY, check_that_it_fits, run
 from outgrow.errors import OutgrowError
 from outgrow.units import format_bytes
 
@@ -41,19 +41,11 @@ _MOST_SAID = 4000  # characters; a pipe holds so much of all ranks without a rea
 
 # What a rank adds to its figures that are not the same in all of them.
 _OF_EACH_RANK = (
-    "predicted_peak_bytes",
+    *FROM_SUMMARY,
     "measured_peak_bytes",
     "highest_peak_bytes",
     "rss_peak_bytes",
     "baseline_rss_bytes",
-    "kept_bytes",
-    "offloaded_bytes",
-    "recomputed_bytes",
-    "stall_seconds",
-    "recompute_seconds",
-    "plan_seconds",
-    "oom_retries",
-    "replans",
     "losses",
 )
 _HIGHEST = ("predicted_peak_bytes", "measured_peak_bytes", "highest_peak_bytes", "rss_peak_bytes")

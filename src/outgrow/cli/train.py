@@ -301,7 +301,8 @@ def _load_plan(path: Path) -> Plan:
         raise OptionError(f"--plan {path} cannot be read: {error.strerror}") from error
 
 
-_FROM_SUMMARY = (
+# What `outgrow train --json` has straight from a session's `Summary`.
+FROM_SUMMARY = (
     "predicted_peak_bytes",
     "kept_bytes",
     "offloaded_bytes",
@@ -316,7 +317,7 @@ _FROM_SUMMARY = (
 
 def _session_figures(session: outgrow.Session | None) -> dict[str, Any]:
     if session is None:
-        figures = dict.fromkeys(("budget_bytes", "measured_peak_bytes", "highest_peak_bytes", *_FROM_SUMMARY))
+        figures = dict.fromkeys(("budget_bytes", "measured_peak_bytes", "highest_peak_bytes", *FROM_SUMMARY))
         return {"policy": PLAIN, **figures}
     summary = session.summary()
     return {
@@ -325,7 +326,7 @@ def _session_figures(session: outgrow.Session | None) -> dict[str, Any]:
         # Of the last step, as the prediction is; and of all steps, the first one too, which has no plan yet.
         "measured_peak_bytes": summary.measured_peak_bytes,
         "highest_peak_bytes": session.peak_bytes,
-        **{name: getattr(summary, name) for name in _FROM_SUMMARY},
+        **{name: getattr(summary, name) for name in FROM_SUMMARY},
     }
 
 
