@@ -105,14 +105,11 @@ def train(
     outgrow.TrainingStep: model, optimizer and a function that runs one step. What the file says itself (--data,
     --image-size, --optimizer, --lr, ...) is no option then.
     """
+    given = opt.options_of(locals())
     _use_huge_pages()
     from outgrow.cli.outputs import Outputs
     from outgrow.cli.train import train as run_train
 
-    given = opt.Options(
-        network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
-        spill_dir, allow_tmpfs, seed, accumulate,
-    )  # fmt: skip
     run_train(given, steps, as_json, Outputs(report, plot, perfetto), verbose, nproc, _typed(context), followed)
 
 
@@ -146,14 +143,11 @@ def plan(
     change no memory (--data, --steps, --lr, --seed, ...) have no effect. With --hardware it plans for a
     device that need not be here.
     """
+    given = opt.options_of(locals())
     del steps
     from outgrow.cli.outputs import Outputs
     from outgrow.cli.plan import plan as run_plan
 
-    given = opt.Options(
-        network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
-        spill_dir, allow_tmpfs, seed,
-    )  # fmt: skip
     run_plan(given, hardware, as_json, Outputs(report, plot, perfetto), _typed(context))
 
 
@@ -177,12 +171,9 @@ def report(
     by 'outgrow plan'. A plan that was saved (Plan.save) is shown as it is, and
     needs no other option than --output.
     """
+    given = opt.options_of(locals())
     from outgrow.cli.report import report as run_report
 
-    given = opt.Options(
-        network, None, batch, image_size, budget, policy, optimizer, momentum,
-        dtype=dtype, channels_last=channels_last,
-    )  # fmt: skip
     run_report(given, hardware, output)
 
 
@@ -221,13 +212,10 @@ def compare(
     --spill-dir matter. Plain PyTorch runs as it comes: a budget that does not
     bind may be faster, since Outgrow keeps freed memory on the heap.
     """
+    given = opt.options_of(locals())
     _use_huge_pages()
     from outgrow.cli.compare import compare as run_compare
 
-    given = opt.Options(
-        network, data, batch, image_size, None, None, optimizer, momentum, lr, dtype, channels_last,
-        spill_dir, allow_tmpfs, seed,
-    )  # fmt: skip
     run_compare(given, budgets, policies, steps if measure else None, plot, hardware, as_json, report)
 
 
@@ -266,14 +254,11 @@ def tune(
     A model of your own is a FILE.py:FUNCTION whose function takes the batch size; where it takes 'accumulation' as
     well, several passes before the optimizer's step are weighed, too.
     """
+    given = opt.options_of(locals())
     _use_huge_pages()
     from outgrow.cli.tune import Results, Search
     from outgrow.cli.tune import tune as run_tune
 
-    given = opt.Options(
-        network, data, batch, image_size, budget, policy, optimizer, momentum, lr, dtype, channels_last,
-        spill_dir, allow_tmpfs, seed,
-    )  # fmt: skip
     search = Search(objective, noise_scale, max_batch, trials)
     run_tune(given, search, Results(plot, report, save_plan), as_json, _typed(context))
 
@@ -329,11 +314,9 @@ def limits(
     Fake traces and plans alone: nothing is trained, and with --hardware the
     device need not be here. Depths of thousands of layers take minutes.
     """
+    given = opt.options_of(locals())
     from outgrow.cli.limits import limits as run_limits
 
-    given = opt.Options(
-        family, None, batch, image_size, budget, policy, optimizer, momentum, dtype=dtype
-    )  # fmt: skip
     run_limits(family, what, given, hardware, as_json)
 
 

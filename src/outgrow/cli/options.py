@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +32,16 @@ class Options:
     allow_tmpfs: bool = False
     seed: int = 0
     accumulate: int = 1
+
+
+# Parameters of commands whose name is not that of the field.
+_FIELDS = {"lr": "learning_rate", "family": "network"}
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """The options among a command's parameters, by name; those that the command has not keep their defaults."""
+    found = {_FIELDS.get(name, name): value for name, value in given.items()}
+    return Options(**{field.name: found[field.name] for field in fields(Options) if field.name in found})
 
 
 def _positive(value: float | None) -> float | None:
