@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 import outgrow
 from outgrow.planning.parks import gaps, park, parks_for
@@ -54,6 +55,61 @@ class RecomputeAll:
 
     def __str__(self) -> str:
         return self.name
+
+
+Forward = Callable[[torch.nn.Module, torch.Tensor, int], torch.Tensor]
+Optimize = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def supervised(
+    build: Callable[[], torch.nn.Module],
+    forward: Forward | None = None,
+    optimize: Optimize = sgd,
+    *,
+    shape: tuple[int, ...] = (8, 3, 32, 32),
+    passes: int = 1,
+    after_backward: Callable[[torch.nn.Module], float] | None = None,
+    set_to_none: bool = True,
+    autocast: bool = False,
+) -> Make:
+    """Classification of random data that differs from step to step.
+
+    `forward` gets the model, a batch and its number, and gives the classes' scores, or the loss itself. `passes`
+    batches are accumulated before each update. What `after_backward` finds is part of the loss that is told.
+    """
+
+    def make() -> Training:
+        model = build()
+        optimizer = optimize(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            total = torch.zeros(())
+            for part in range(passes):
+                generator = torch.Generator().manual_seed(passes * k + part)
+                x = torch.randn(shape, generator=generator)
+                y = torch.randint(0, 10, shape[:1], generator=generator)
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    out = model(x) if forward is None else forward(model, x, k)
+                    loss = F.cross_entropy(out.float(), y) if out.dim() == 2 else out
+                loss.backward()
+                total += loss.detach()
+            if after_backward is not None:
+                total += after_backward(model)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            return total
+
+        return Training([model], [optimizer], run)
+
+    return make
 
 
 def digest(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()) -> str:

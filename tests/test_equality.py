@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,17 @@ from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.policies.vdnn import VdnnAll
 from outgrow.planning.problem import Problem
-from steps import Make, RecomputeAll, Training, assert_equal_to_plain, budget_for, train_in_session, train_plain
+from steps import (
+    Make,
+    RecomputeAll,
+    Training,
+    assert_equal_to_plain,
+    budget_for,
+    momentum,
+    supervised,
+    train_in_session,
+    train_plain,
+)
 
 POLICIES = (
     "auto",
@@ -49,49 +59,21 @@ def conv_net(*, inplace: bool = False, dropout: float = 0.0) -> nn.Module:
     )
 
 
-def supervised(
-    build: Callable[[], nn.Module],
-    forward: Callable[[nn.Module, torch.Tensor, int], torch.Tensor] | None = None,
-    *,
-    shape: tuple[int, ...] = (8, 3, 32, 32),
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-    **options: Any,
-) -> Make:
-    """A classification step on random data that differs from step to step."""
-
-    def make() -> Training:
-        model = build()
-        opt = optimizer(model.parameters(), lr=0.01, **options)
-
-        def run(k: int) -> torch.Tensor:
-            generator = torch.Generator().manual_seed(k)
-            x = torch.randn(shape, generator=generator)
-            y = torch.randint(0, 10, shape[:1], generator=generator)
-            out = model(x) if forward is None else forward(model, x, k)
-            loss = F.cross_entropy(out, y) if out.dim() == 2 else out
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            return loss.detach()
-
-        return Training([model], [opt], run)
-
-    return make
-
-
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_convolutional_network_trains_the_same_under_every_policy(policy: str | Policy, inplace: bool) -> None:
-    assert_equal_to_plain(supervised(lambda: conv_net(inplace=inplace), momentum=0.9), policy=policy)
+    assert_equal_to_plain(supervised(lambda: conv_net(inplace=inplace), optimize=momentum), policy=policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_dropout_draws_the_same_random_numbers(policy: str | Policy) -> None:
-    assert_equal_to_plain(supervised(lambda: conv_net(dropout=0.3), optimizer=torch.optim.AdamW), policy=policy)
+    assert_equal_to_plain(
+        supervised(lambda: conv_net(dropout=0.3), optimize=partial(torch.optim.AdamW, lr=0.01)), policy=policy
+    )
 
 
 def test_keeping_everything_changes_nothing() -> None:
-    make = supervised(lambda: conv_net(dropout=0.3, inplace=True), momentum=0.9)
+    make = supervised(lambda: conv_net(dropout=0.3, inplace=True), optimize=momentum)
     ours, summaries = train_in_session(make, 5, budget="1GiB")
     assert ours == train_plain(make, 5)
     assert summaries[-1].offloaded_bytes == 0
@@ -256,7 +238,7 @@ def make_from(make: Make, first: int) -> Make:
 
 @pytest.mark.parametrize("policy", ["auto", "lru", RecomputeAll()], ids=str)
 def test_a_profiler_of_the_users_in_the_first_step(policy: str | Policy) -> None:
-    make = supervised(lambda: conv_net(inplace=True, dropout=0.2), momentum=0.9)
+    make = supervised(lambda: conv_net(inplace=True, dropout=0.2), optimize=momentum)
 
     def profiled_at_first() -> Training:
         training = make()

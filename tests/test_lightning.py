@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 
 import outgrow
+from conftest import assert_nothing_is_open
 from steps import digest
 
 try:
@@ -130,13 +131,6 @@ def lab(tmp_path: Path) -> Lab:
     return Lab(tmp_path)
 
 
-def assert_nothing_is_open(callback: OutgrowCallback) -> None:
-    assert _get_current_dispatch_mode_stack() == []
-    assert callback.session is not None
-    with pytest.raises(outgrow.SessionError, match="closed"), callback.session.step():
-        pass
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
@@ -174,7 +168,7 @@ def test_checkpoints_are_saved_between_steps_and_read_again(lab: Lab) -> None:
     trainer.fit(model, lab.loader(), ckpt_path=lab.folder / "step=4.ckpt", weights_only=False)
     assert len(model.losses) == 2
     assert len(whole.losses) == 6
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
 
 
 def test_each_fit_has_a_session_of_its_own(lab: Lab) -> None:
@@ -182,10 +176,10 @@ def test_each_fit_has_a_session_of_its_own(lab: Lab) -> None:
     model, callback = Net(), OutgrowCallback(budget="1TiB")
     lab.trainer(callback).fit(model, lab.loader())
     first = callback.session
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
     lab.trainer(callback).fit(model, lab.loader())
     assert callback.session is not first
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
     assert callback.session is not None
     assert callback.session.summary().budget_bytes == 1 << 40
 
@@ -194,9 +188,9 @@ def test_an_error_leaves_nothing_open(lab: Lab) -> None:
     callback = OutgrowCallback(budget="1TiB")
     with pytest.raises(ValueError, match="broken on purpose"):
         lab.trainer(callback).fit(Net(fails_at=2), lab.loader())
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
     lab.trainer(callback).fit(Net(), lab.loader())
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
 
 
 def test_a_module_may_skip_the_rest_of_an_epoch(lab: Lab) -> None:
@@ -204,7 +198,7 @@ def test_a_module_may_skip_the_rest_of_an_epoch(lab: Lab) -> None:
     model, callback = Net(skips_at=3), OutgrowCallback(budget="1TiB")
     lab.trainer(callback, max_epochs=2).fit(model, lab.loader())
     assert len(model.losses) == 6
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
 
 
 def test_too_small_a_budget_reaches_the_user_with_the_least_one(lab: Lab) -> None:

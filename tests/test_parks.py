@@ -9,6 +9,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import outgrow
+import steps
 from outgrow.planning.parks import Gap, away, gaps, park, parks_for
 from outgrow.planning.plan import Park, Plan, make_plan
 from outgrow.planning.policies import Policy
@@ -30,12 +32,12 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from steps import (
-    Make,
     ParkAll,
     ParkToFit,
     Training,
     assert_equal_to_plain,
     budget_for,
+    momentum,
     train_in_session,
     train_plain,
 )
@@ -142,33 +144,7 @@ class Collect(nn.Module):
         return self.leave(total.mean((2, 3)))
 
 
-Forward = Callable[[nn.Module, torch.Tensor, int], torch.Tensor]
-
-
-def supervised(build: Callable[[], nn.Module], forward: Forward | None = None, *, passes: int = 1) -> Make:
-    """Classification of random images; `passes` batches are accumulated before each update."""
-
-    def make() -> Training:
-        model = build()
-        opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-        def run(k: int) -> torch.Tensor:
-            total = torch.zeros(())
-            for part in range(passes):
-                generator = torch.Generator().manual_seed(passes * k + part)
-                x = torch.randn((8, 3, 32, 32), generator=generator)
-                y = torch.randint(0, 10, (8,), generator=generator)
-                out = model(x) if forward is None else forward(model, x, k)
-                loss = F.cross_entropy(out, y)
-                loss.backward()
-                total += loss.detach()
-            opt.step()
-            opt.zero_grad()
-            return total
-
-        return Training([model], [opt], run)
-
-    return make
+supervised = partial(steps.supervised, optimize=momentum)
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import outgrow
+import steps
 from outgrow import SpillError, TraceMismatch
 from outgrow.planning.floor import least_budget
 from outgrow.planning.parks import gaps, park, parks_for, sources_of_gradient
@@ -28,7 +29,7 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import StorageRecord
-from steps import Make, RecomputeAll, Training, assert_equal_to_plain, train_in_session, train_plain
+from steps import Make, Optimize, RecomputeAll, Training, assert_equal_to_plain, train_in_session, train_plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,47 +84,12 @@ class Heavy(nn.Module):
         return self.leave(self.again(self.middle(x).relu()).relu())
 
 
-Optimize = Callable[[Any], torch.optim.Optimizer]
-
-
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
-def supervised(
-    build: Callable[[], nn.Module] = Heavy,
-    optimize: Optimize = sgd,
-    *,
-    after_backward: Callable[[nn.Module], float] | None = None,
-    passes: int = 1,
-    set_to_none: bool = True,
-    autocast: bool = False,
-) -> Make:
-    """Classification of random images; what `after_backward` finds is part of the loss."""
-
-    def make() -> Training:
-        model = build()
-        opt = optimize(model.parameters())
-
-        def run(k: int) -> torch.Tensor:
-            total = torch.zeros(())
-            for part in range(passes):
-                generator = torch.Generator().manual_seed(passes * k + part)
-                x = torch.randn((8, 3, 32, 32), generator=generator)
-                y = torch.randint(0, 10, (8,), generator=generator)
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                    loss = F.cross_entropy(model(x).float(), y)
-                loss.backward()
-                total += loss.detach()
-            if after_backward is not None:
-                total += after_backward(model)
-            opt.step()
-            opt.zero_grad(set_to_none=set_to_none)
-            return total
-
-        return Training([model], [opt], run)
-
-    return make
+def supervised(build: Callable[[], nn.Module] = Heavy, optimize: Optimize = sgd, **options: Any) -> Make:
+    return steps.supervised(build, None, optimize, **options)
 
 
 @dataclass

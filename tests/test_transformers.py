@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import outgrow
+from conftest import assert_nothing_is_open
 from steps import digest
 
 pytest.importorskip("transformers")
@@ -127,13 +128,6 @@ def lab(tmp_path: Path) -> Lab:
     return Lab(tmp_path)
 
 
-def assert_nothing_is_open(callback: OutgrowCallback) -> None:
-    assert _get_current_dispatch_mode_stack() == []
-    assert callback.session is not None
-    with pytest.raises(outgrow.SessionError, match="closed"), callback.session.step():
-        pass
-
-
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [
@@ -175,10 +169,10 @@ def test_each_training_has_a_session_of_its_own(lab: Lab) -> None:
         trainer = lab.trainer(model, data, callback)
         trainer.train()
         first = callback.session
-        assert_nothing_is_open(callback)
+        assert_nothing_is_open(callback.session)
         trainer.train()
         assert callback.session is not first
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
     assert callback.session is not None
     assert callback.session.summary().budget_bytes == 1 << 40
 
@@ -203,7 +197,7 @@ def test_an_error_leaves_nothing_open_behind_the_with_block(lab: Lab) -> None:
     callback = OutgrowCallback(budget="1TiB")
     with pytest.raises(ValueError, match="broken on purpose"):
         train(callback)
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
 
 
 def test_without_a_with_block_the_next_training_or_close_ends_what_an_error_left_open(lab: Lab) -> None:
@@ -217,10 +211,10 @@ def test_without_a_with_block_the_next_training_or_close_ends_what_an_error_left
             trainer.train()
         assert _get_current_dispatch_mode_stack() != []
     callback.close()
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
     trainer.remove_callback(broken)
     trainer.train()
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
 
 
 class StopsBetween(TrainerCallback):
@@ -238,7 +232,7 @@ def test_an_epoch_that_is_stopped_between_two_batches_ends_its_step(lab: Lab) ->
         trainer.add_callback(StopsBetween())
         trainer.train()
     assert len(trainer.losses) == 2
-    assert_nothing_is_open(callback)
+    assert_nothing_is_open(callback.session)
 
 
 def test_too_small_a_budget_reaches_the_user_with_the_least_one(lab: Lab) -> None:
