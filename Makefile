@@ -29,7 +29,7 @@ demo: $(STAMP)  ## train a ResNet-50 under half of its memory
 	$(BIN)/outgrow demo
 
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: $(STAMP)  ## lint, formatting, types, import contract
 	$(BIN)/ruff check .

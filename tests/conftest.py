@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import outgrow
 from outgrow.cost import measure
 
 TESTS = Path(__file__).parent
@@ -22,6 +31,7 @@ TESTS = Path(__file__).parent
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 SOURCE = TESTS.parent / "src"
+CHILD_SECONDS = 120
 
 
 class RunChild(Protocol):
@@ -30,8 +40,8 @@ class RunChild(Protocol):
     def __call__(self, function: Callable[..., Any], *arguments: Any, own_mounts: bool = False) -> Any: ...
 
 
-def child_command(function: Callable[..., Any], *arguments: Any, own_mounts: bool = False) -> list[str]:
-    """The command that runs a function of a test module on one core; its result is the last line of its output."""
+def child_command(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    """The command that runs a function of a test module on one core, as a program that ends as programs do."""
     code = (
         "import json, sys\n"
         f"sys.path[:0] = [{str(SOURCE)!r}, {str(TESTS)!r}]\n"
@@ -40,33 +50,102 @@ def child_command(function: Callable[..., Any], *arguments: Any, own_mounts: boo
         f"from {function.__module__} import {function.__name__} as run\n"
         f"print(json.dumps(run(*json.loads({json.dumps(arguments)!r}))))\n"
     )
-    return [*(own_mounts_prefix() if own_mounts else ()), sys.executable, "-X", "faulthandler", "-c", code]
-
-
-def own_mounts_prefix() -> Sequence[str]:
-    """What gives a command mounts that nobody else sees and that go with it."""
-    return ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--mount", "--map-root-user")
+    return [sys.executable, "-X", "faulthandler", "-c", code]
 
 
 @pytest.fixture(scope="session")
-def run_child() -> RunChild:
+def _forks() -> BaseContext:
+    """Makes processes that are forked off one in which nothing ran, but imports are done: those take five seconds."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch._dynamo", "scipy.optimize", "outgrow.session"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(SOURCE), str(TESTS), *filter(None, sys.path)]))
+        forkserver.ensure_running()
+    return context
+
+
+def run_forked(answers: Connection, errors: str, function: Callable[..., Any], arguments: str, mounts: bool) -> None:
+    """What a child does: its answer goes to a pipe, what it says on standard error to a file."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    if mounts:
+        take_own_mounts()
+    answers.send(json.dumps(function(*json.loads(arguments))))
+
+
+def take_own_mounts() -> None:
+    """From here on this process mounts what nobody else sees and what goes with it.
+
+    Raises:
+        OSError: this system lets nobody do that.
+    """
+    new_mounts, new_user, recursive, private = 0x00020000, 0x10000000, 0x4000, 0x40000  # linux/sched.h, linux/mount.h
+    user, group = os.geteuid(), os.getegid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(new_mounts | (new_user if user else 0)):
+        raise OSError(ctypes.get_errno(), "unshare")
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    if libc.mount(b"none", b"/", None, recursive | private, None):
+        raise OSError(ctypes.get_errno(), "mount")
+
+
+class Child:
+    """A function of a test module that runs in a process of its own, on one core."""
+
+    def __init__(self, forks: BaseContext, function: Callable[..., Any], *arguments: Any, own_mounts: bool) -> None:
+        self._errors = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - it lives as long as the process
+        self._answers, sender = forks.Pipe(duplex=False)
+        call = (sender, self._errors.name, function, json.dumps(arguments), own_mounts)
+        self._process = forks.Process(target=run_forked, args=call)
+        self._process.start()
+        sender.close()
+
+    def result(self, seconds: float = CHILD_SECONDS) -> Any:
+        """What the function returned, by way of JSON. A child that takes longer than `seconds` is killed."""
+        with self._errors, self._answers:
+            with suppress(EOFError):  # it ended without an answer
+                answer = self._answers.recv() if self._answers.poll(seconds) else self._process.kill()
+            self._process.join()
+            code = self._process.exitcode
+            assert code == 0, f"the child ended with {code}:\n{self._errors.read()[-4000:]}"
+        return json.loads(answer)
+
+
+class StartChild(Protocol):
+    """Starts a function of a test module in a process of its own."""
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any, own_mounts: bool = False) -> Child: ...
+
+
+@pytest.fixture(scope="session")
+def start_child(_forks: BaseContext) -> StartChild:
     """Limits, mounts, signals and faults stay in the child."""
 
-    def run(function: Callable[..., Any], *arguments: Any, own_mounts: bool = False) -> Any:
-        command = child_command(function, *arguments, own_mounts=own_mounts)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, f"the child ended with {done.returncode}:\n{done.stderr[-4000:]}"
-        return json.loads(done.stdout.splitlines()[-1])
+    def start(function: Callable[..., Any], *arguments: Any, own_mounts: bool = False) -> Child:
+        return Child(_forks, function, *arguments, own_mounts=own_mounts)
 
-    return run
+    return start
 
 
 @pytest.fixture(scope="session")
-def _mounting_works() -> bool:
-    command = [*own_mounts_prefix(), "mount", "-t", "tmpfs", "none", "/mnt"]
+def run_child(start_child: StartChild) -> RunChild:
+    """The same, and waits for its end."""
+    return lambda function, *arguments, **options: start_child(function, *arguments, **options).result()
+
+
+def mount_something(folder: str) -> bool:
+    return subprocess.run(("mount", "-t", "tmpfs", "none", folder), capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="session")
+def _mounting_works(run_child: RunChild) -> bool:
     try:
-        return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
-    except OSError:
+        return run_child(mount_something, "/mnt", own_mounts=True)
+    except AssertionError:
         return False
 
 
@@ -100,6 +179,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def assert_nothing_is_open(session: outgrow.Session | None) -> None:
+    """There was a session; it is closed, and no step of it is left half done."""
+    assert _get_current_dispatch_mode_stack() == []
+    assert session is not None
+    with pytest.raises(outgrow.SessionError, match="closed"), session.step():
+        pass
 
 
 def open_files() -> dict[int, str]:

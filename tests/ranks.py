@@ -1,14 +1,12 @@
-"""What the ranks of `test_distributed` run: `torchrun ... ranks.py cases FOLDER` writes what each rank found.
+"""What the ranks of `test_distributed` run; `ranks.py RANK FOLDER` trains until somebody ends it.
 
 Each case trains twice, by plain DistributedDataParallel and in a session under a budget that binds.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -231,15 +229,13 @@ def train(case: Case, budget: int | None, policy: str | Policy = "keep", steps: 
 def run_case(case: Case, known: dict[str, tuple[Trained, int]]) -> dict[str, Any]:
     """Plain, and under a budget that is a share of the peak. `known` is what plain training gave other cases."""
     rank = distributed.get_rank()
-    began = time.perf_counter()
     bare = repr(replace(case, policies=(), share=0.0, inner=False))
     if bare not in known:
         known[bare] = (train(case, None), max(train(case, UNBOUNDED, steps=2).peaks))
     plain, peak = known[bare]
     budget = int(case.share * peak)
     ours = train(case, budget, case.policies[rank % len(case.policies)])
-    seconds = time.perf_counter() - began
-    return {"plain": asdict(plain), "ours": asdict(ours), "budget": budget, "peak": peak, "seconds": seconds}
+    return {"plain": asdict(plain), "ours": asdict(ours), "budget": budget, "peak": peak}
 
 
 # --- what is known of buckets ---
@@ -347,30 +343,27 @@ def train_for_ever(folder: Path) -> None:
             os.replace(folder / f"pid-{rank}.partial", folder / f"pid-{rank}")
 
 
-def main() -> None:
+def join(rank: int, folder: Path) -> None:
+    """Become one of two processes that train together, and measure the machine as a new user would."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    what, folder = sys.argv[1], Path(sys.argv[2])
-    # What `outgrow doctor` found on this machine is the user's: tests measure, as a new user would.
+    # What `outgrow doctor` found on this machine is the user's.
     measure.remembered = lambda: None
-    if what == "for-ever":
-        store = f"file://{folder}/store"
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-        train_for_ever(folder)
-        return
-    distributed.init_process_group("gloo")
-    began = time.perf_counter()
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+
+def cases_of_rank(rank: int, folder: str) -> dict[str, Any]:
+    """What one of two processes finds."""
+    join(rank, Path(folder))
     known: dict[str, tuple[Trained, int]] = {}
-    found: dict[str, Any] = {"cases": {name: run_case(CASES[name], known) for name in sys.argv[3:] or CASES}}
-    if not sys.argv[3:]:
-        found["accounting"] = {str(view): bucket_accounting(view) for view in (False, True)}
-        found["plans"] = plans_that_exchange()
-        budget = 6 << 20
-        found["exchanges"] = {str(batch): exchanges_in_an_epoch(batch, 32, budget) for batch in (4, 8)}
-    found["seconds"] = time.perf_counter() - began
-    (folder / f"rank-{distributed.get_rank()}.json").write_text(json.dumps(found))
+    found: dict[str, Any] = {"cases": {name: run_case(case, known) for name, case in CASES.items()}}
+    found["accounting"] = {str(view): bucket_accounting(view) for view in (False, True)}
+    found["plans"] = plans_that_exchange()
+    found["exchanges"] = {str(batch): exchanges_in_an_epoch(batch, 32, 6 << 20) for batch in (4, 8)}
     distributed.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    join(int(sys.argv[1]), Path(sys.argv[2]))
+    train_for_ever(Path(sys.argv[2]))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,51 +126,59 @@ def test_the_step_is_traced_once(result: Callable[..., dict[str, Any]], monkeypa
 # --- measurements ---
 
 
-def test_measured_pairs_train_for_real_within_their_budgets(
-    result: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    picture = tmp_path / "time.png"
-    found = result(
-        *(*TINY, "--budgets", "100,60,1", "--policies", "lru,keep", "--measure", "--steps", "2"),
-        *("--plot", str(picture), "--spill-dir", str(tmp_path)),
-    )
-    measured = found["measured"]
-    assert measured["plain_step_seconds"] > 0
-    whole, tight, hopeless, keep, keep_tight, _ = measured["points"]
-    for point in (whole, tight, keep):
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """What a comparison of two policies says that trains for real, and the folder that it was given for its files.
+
+    The process of one pair is killed in its first step.
+    """
+    folder = tmp_path_factory.mktemp("measured")
+    original = Worker.step
+
+    def step(worker: Worker, limit_seconds: float | None = None) -> Any:
+        if worker.setup.name == "keep at 100%":
+            worker._process.kill()
+        return original(worker, limit_seconds)
+
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+        patch.setattr(Worker, "step", step)
+        options = (*TINY, "--budgets", "100,60,1", "--policies", "lru,keep", "--measure", "--steps", "2", "--json")
+        code = run(("compare", *options, "--plot", str(folder / "time.png"), "--spill-dir", str(folder)))
+    assert code == 0
+    return json.loads(out.getvalue()), folder
+
+
+def test_measured_pairs_train_for_real_within_their_budgets(measured: tuple[dict[str, Any], Path]) -> None:
+    found, folder = measured
+    said = found["measured"]
+    assert said["plain_step_seconds"] > 0
+    whole, tight, hopeless, _, keep_tight, keep_hopeless = said["points"]
+    for point in (whole, tight):
         assert point["fits"], point
         assert point["peak_bytes"] <= point["budget_bytes"]
-        assert point["budget_bytes"] == int(measured["plain_peak_bytes"] * point["budget_percent"] / 100)
+        assert point["budget_bytes"] == int(said["plain_peak_bytes"] * point["budget_percent"] / 100)
         assert point["step_seconds"] > 0
         assert point["predicted_peak_bytes"] > 0
     assert whole["offloaded_bytes"] == 0
     assert tight["offloaded_bytes"] > 0
-    for point in (hopeless, keep_tight):
+    for point in (hopeless, keep_tight, keep_hopeless):
         assert not point["fits"]
         assert point["problem"] is None
         assert point["budget_bytes"] < point["least_budget_bytes"]
     # What a fake trace says of a plain step is near to what a real one takes.
-    assert measured["plain_peak_bytes"] == pytest.approx(found["predicted"]["plain_peak_bytes"], rel=0.1)
+    assert said["plain_peak_bytes"] == pytest.approx(found["predicted"]["plain_peak_bytes"], rel=0.1)
+    picture = folder / "time.png"
     assert picture.read_bytes().startswith(PNG)
-    assert list(tmp_path.iterdir()) == [picture]
+    assert list(folder.iterdir()) == [picture]
 
 
-def test_what_goes_wrong_in_one_pair_does_not_end_the_others(
-    result: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Worker.step
-
-    def fails_for_lru(worker: Worker, limit_seconds: float | None = None) -> Any:
-        if worker.setup.name.startswith("lru"):
-            worker._process.kill()
-        return original(worker, limit_seconds)
-
-    monkeypatch.setattr(Worker, "step", fails_for_lru)
-    found = result(*TINY, "--budgets", "100", "--policies", "lru,keep", "--measure", "--steps", "1")
-    lru, keep = found["measured"]["points"]
-    assert not lru["fits"]
-    assert "ended with -9" in lru["problem"]
-    assert keep["fits"]
+def test_what_goes_wrong_in_one_pair_does_not_end_the_others(measured: tuple[dict[str, Any], Path]) -> None:
+    killed = measured[0]["measured"]["points"][3]
+    assert not killed["fits"]
+    assert "ended with -9" in killed["problem"]
+    others = [point for point in measured[0]["measured"]["points"] if point is not killed]
+    assert [point["problem"] for point in others] == [None] * 5
 
 
 # --- plots ---

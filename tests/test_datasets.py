@@ -126,8 +126,8 @@ def test_the_target_of_a_text_is_the_next_token():
     given, target = take(1, "text", TEXT, Shape(3, 32, 256))[0]
     assert torch.equal(given[:, 1:], target[:, :-1])
     assert given.untyped_storage().data_ptr() != target.untyped_storage().data_ptr()
-    source = bytes(standard_library_text())
-    assert all(bytes(row.to(torch.uint8)) in source for row in given)
+    source = standard_library_text().numpy().tobytes()
+    assert all(row.to(torch.uint8).numpy().tobytes() in source for row in given)
 
 
 def test_the_text_is_capped():

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import outgrow
-from conftest import RunChild, child_command, open_files, open_files_in
+from conftest import RunChild, open_files, open_files_in
 from outgrow import SpillError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -381,11 +383,11 @@ def test_what_cannot_be_read_back_when_the_session_closes_is_an_error_then_and_l
 # --- a killed process ---
 
 
-def train_until_killed(folder: str) -> None:
+def train_until_killed(folder: str, ready: Connection) -> None:
     training = Training()
     with training.session(folder, allow_tmpfs=True) as session, session.step():
         training.forward(0)
-        print("in the middle of a step", flush=True)
+        ready.send("in the middle of a step")
         time.sleep(120)
 
 
@@ -393,26 +395,29 @@ def kill_in_step(folder: str, mount: bool) -> dict[str, Any]:
     if mount:
         mount_small("tmpfs", folder)
     room = free_bytes(folder)
-    command = child_command(train_until_killed, folder)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "in the middle of a step\n"
-        blocks = sum(
-            file.stat().st_blocks
-            for file in Path(f"/proc/{process.pid}/fd").iterdir()
-            if os.readlink(file).startswith(folder)
-        )
-        process.send_signal(signal.SIGKILL)
+    fork = get_context("fork")
+    ready, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=train_until_killed, args=(folder, sender))
+    process.start()
+    assert ready.recv() == "in the middle of a step"
+    blocks = sum(
+        file.stat().st_blocks
+        for file in Path(f"/proc/{process.pid}/fd").iterdir()
+        if os.readlink(file).startswith(folder)
+    )
+    process.kill()
+    process.join()
+    assert process.exitcode is not None
     return {
-        "ended_by": -process.returncode,
+        "ended_by": -process.exitcode,
         "spilled_bytes": blocks * 512,
         "left": os.listdir(folder),
         "room_is_back": free_bytes(folder) == room,
     }
 
 
-def test_a_process_killed_in_a_step_leaves_no_file(tmp_path: Path) -> None:
-    found = kill_in_step(str(tmp_path), mount=False)
+def test_a_process_killed_in_a_step_leaves_no_file(run_child: RunChild, tmp_path: Path) -> None:
+    found = run_child(kill_in_step, str(tmp_path), False)
     assert found["ended_by"] == signal.SIGKILL
     assert found["spilled_bytes"] > 1 << 20
     assert found["left"] == []

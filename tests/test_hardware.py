@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def result(capsys: pytest.CaptureFixture[str]) -> Json:
     return call
 
 
+@cache
 def fake(name: str, batch: int, size: int | None = None, *, momentum: float = 0.0) -> outgrow.Trace:
     return outgrow.trace(lambda: synthetic_step(find(name), batch, size, momentum=momentum))
 

@@ -182,7 +182,7 @@ def _one_of_two(rank: int, port: int, results: str) -> None:
 
 
 def _two_processes(results: str) -> list[float]:
-    torch.multiprocessing.spawn(_one_of_two, (_free_port(), results), nprocs=2)
+    torch.multiprocessing.start_processes(_one_of_two, (_free_port(), results), nprocs=2, start_method="fork")
     return [float(open(f"{results}/{rank}").read()) for rank in range(2)]
 
 

@@ -1,8 +1,6 @@
 """The tuner: what it knows of a step at any batch, what it answers, and what it says to nonsense."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -382,27 +380,28 @@ def test_what_cannot_be_trained_is_refused(make_step: object, says: str) -> None
 # --- the command ---
 
 
-def test_the_command_answers_in_json_and_draws(tmp_path: Path) -> None:
+def test_the_command_answers_in_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
-        *(sys.executable, "-m", "outgrow.cli.main", "tune", "gpt-2x64", "--image-size", "32", "--budget", "6MB"),
+        *("tune", "gpt-2x64", "--image-size", "32", "--budget", "6MB"),
         *("--batch", "8", "--objective", "throughput", "--noise-scale", "1000", "--trials", "1", "--json"),
         *("--max-batch", "12"),
         *("--plot", str(tmp_path / "tune.png"), "--report", str(tmp_path / "tune.html")),
         *("--save-plan", str(tmp_path / "plan.json"), "--spill-dir", str(tmp_path)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
+    code = run(command)
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    answer = json.loads(said.out.splitlines()[-1])
     assert answer["chosen"]["measured_peak_bytes"] <= 6_000_000
     assert answer["network"] == "gpt-2x64"
     assert {path.name for path in tmp_path.iterdir()} == {"tune.png", "tune.html", "plan.json"}
-    assert "noise scale" in done.stderr
+    assert "noise scale" in said.err
     batch, passes = answer["micro_batch"], answer["accumulation"]
     followed = ["train", "gpt-2x64", "--image-size", "32", "--budget", "6MB", "--steps", "2", "--batch", str(batch)]
-    arguments = [*followed, "--accumulate", str(passes), "--plan", str(tmp_path / "plan.json"), "--json"]
-    done = subprocess.run([*command[:3], *arguments], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    trained = json.loads(done.stdout.splitlines()[-1])
+    code = run([*followed, "--accumulate", str(passes), "--plan", str(tmp_path / "plan.json"), "--json"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    trained = json.loads(said.out.splitlines()[-1])
     assert trained["accumulation"] == passes
     assert trained["predicted_peak_bytes"] is not None
     assert trained["highest_peak_bytes"] <= 6_000_000
