@@ -158,42 +158,53 @@ class _Walk:
         self._wanted = _wanted(problem, self._parks)
 
     def run(self) -> None:
+        # Plans are searched for by a thousand walks and more, most ops of which have nothing to do but take time:
+        # nothing is called for nothing here.
         trace = self.problem.trace
-        ticks, cursor = trace.ticks, 0
+        tick_ops, cursor = self.problem.tick_ops, 0
+        end = len(tick_ops)
+        early, late = self._early_ends, self._late_ends
         self._live += _resident_bytes(self.problem)
         for now, op in enumerate(trace.ops):
             self._op = now
-            self._free_at(now)
-            while cursor < len(ticks) and ticks[cursor].op <= now:
+            self._live -= self._deaths[now]
+            if now in early:
+                self._end(early[now])
+            if now in self._let_go_at:
+                self._let_go(now)
+            while cursor < end and tick_ops[cursor] <= now:
                 self._tick(cursor)
                 cursor += 1
             self._next_tick = cursor
-            self._end(self._late_ends.get(now, ()))
-            born = self._births[now]
-            self._land()
+            if now in late:
+                self._end(late[now])
+            if self._leaving:
+                self._land()
             if self._lent and op.phase is not Phase.BACKWARD:
                 self._return_state()
-            for used in self._wanted.get(now, ()):
-                self._unpark(used)
+            if now in self._wanted:
+                for used in self._wanted[now]:
+                    self._unpark(used)
+            born = self._births[now]
             rise = born + op.workspace_bytes
             if self._live + rise > self._budget and (self._evicts or self._parks):
                 self._make_room(rise)
-            self.curve.append(max(self._live + rise, self._burst_peak))
+            level = self._live + rise
+            self.curve.append(level if level > self._burst_peak else self._burst_peak)
             self._burst_peak = 0
             if self._recording is not None:
-                self._computed(Activity.RUN, self.time, self.time + op.seconds, now, live=self._live + rise)
+                self._computed(Activity.RUN, self.time, self.time + op.seconds, now, live=level)
             self._live += born
             self.time += op.seconds
         self._op = len(trace.ops)
-        while cursor < len(ticks):
+        while cursor < end:
             self._tick(cursor)
             cursor += 1
         self._return_state()
 
-    def _free_at(self, now: int) -> None:
-        self._live -= self._deaths[now]
-        self._end(self._early_ends.get(now, ()))
-        for value in self._let_go_at.pop(now, ()):
+    def _let_go(self, now: int) -> None:
+        """What nobody but autograd holds from here on, and is copied or can be made anew, goes."""
+        for value in self._let_go_at.pop(now):
             entry = self._entries[value]
             if entry.resident and (entry.copied or entry.dropped) and not entry.in_use:
                 self._free(value)
