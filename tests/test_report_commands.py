@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.console import Console
 
 import outgrow
 from outgrow.cli.main import run
-from outgrow.cli.train import memory_gauge
+from outgrow.cli.train import memory_gauge, timed_step
 from outgrow.errors import ReportError, SessionError
 from outgrow.progress import log_to
 from test_faults import BUDGET, Training
@@ -121,6 +122,111 @@ def test_train_reports_every_step(command: Command, tmp_path: Path) -> None:
     assert len(data["history"]["steps"]) == 3
     assert data["history"]["steps"][-1]["measured_peak_bytes"] == printed["measured_peak_bytes"]
     assert data["budget_bytes"] == 10 << 20
+
+
+# A step of one's own that goes wrong after some steps went well.
+FAILING = """
+import signal
+
+import torch
+from torch import nn
+
+import outgrow
+
+
+def make_step(batch):
+    layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(256, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(batch, 256)
+
+    def step(number):
+        loss = model(x).square().mean()
+        loss.backward()
+        if number == GOOD_STEPS:
+            AFTER_THEM
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return outgrow.TrainingStep(model, optimizer, step, iter(range(100)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "code", "said"),
+    [
+        ("signal.raise_signal(signal.SIGINT)", 130, "outgrow: interrupted"),
+        ("raise ValueError('bad weather')", 2, "bad weather"),
+    ],
+)
+def test_a_training_that_ends_early_writes_what_it_has(
+    command: Command, tmp_path: Path, after: str, code: int, said: str
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(FAILING.replace("GOOD_STEPS", "3").replace("AFTER_THEM", after))
+    files = [str(tmp_path / name) for name in ("a.html", "a.png", "a.json")]
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background begin without it
+    try:
+        ended = command(
+            "train", f"{own}:make_step", "--batch", "512", "--budget", "8MiB", "--steps", "9",
+            "--report", files[0], "--plot", files[1], "--perfetto", files[2],
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert (ended[0], ended[1]) == (code, "")
+    first, last = ended[2].splitlines()
+    assert first == f"outgrow: stopped after 3 of 9 steps: {', '.join(files)} shows these"
+    assert said in last
+    data = data_of(Path(files[0]).read_text())
+    assert len(data["history"]["steps"]) == 3
+    assert data["history"]["first_step"] == 1
+    assert Path(files[1]).read_bytes().startswith(PNG)
+    assert json.loads(Path(files[2]).read_text())["otherData"]["budget_bytes"] == 8 << 20
+
+
+def test_a_network_that_ends_early_writes_what_it_has(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[None] = []
+
+    def interrupted(*given: Any) -> tuple[float, float]:
+        if len(taken) == 2:
+            raise KeyboardInterrupt
+        taken.append(None)
+        return timed_step(*given)
+
+    monkeypatch.setattr("outgrow.cli.train.timed_step", interrupted)
+    path = tmp_path / "run.html"
+    code, _, err = command("train", *TINY, "--budget", "10MiB", "--steps", "4", "--report", str(path))
+    assert code == 130
+    assert f"stopped after 2 of 4 steps: {path} shows these" in err
+    assert len(data_of(path.read_text())["history"]["steps"]) == 2
+
+
+def test_a_training_without_a_finished_step_says_that_nothing_is_written(command: Command, tmp_path: Path) -> None:
+    own, path = tmp_path / "own.py", tmp_path / "a.html"
+    own.write_text(FAILING.replace("GOOD_STEPS", "0").replace("AFTER_THEM", "raise ValueError('bad weather')"))
+    code, _, err = command("train", f"{own}:make_step", "--budget", "8MiB", "--report", str(path))
+    assert code == 2
+    assert err.splitlines()[0] == "outgrow: no step was finished: nothing is written for --report"
+    assert "bad weather" in err.splitlines()[1]
+    assert not path.exists()
+
+
+def test_an_early_end_is_not_hidden_by_a_report_that_cannot_be_written(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise ReportError("the disk is full")
+
+    monkeypatch.setattr("outgrow.cli.outputs.write_report", full)
+    own = tmp_path / "own.py"
+    own.write_text(FAILING.replace("GOOD_STEPS", "1").replace("AFTER_THEM", "raise ValueError('bad weather')"))
+    code, _, err = command("train", f"{own}:make_step", "--budget", "8MiB", "--report", str(tmp_path / "a.html"))
+    assert code == 2
+    assert err.splitlines()[0] == "outgrow: the disk is full"
+    assert "bad weather" in err.splitlines()[1]
 
 
 def test_report_plans_as_plan_does(command: Command, tmp_path: Path) -> None:

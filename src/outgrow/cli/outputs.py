@@ -29,6 +29,11 @@ class Outputs:
         given = {"--report": self.report, "--plot": self.plot, "--perfetto": self.perfetto}
         return tuple(name for name, path in given.items() if path is not None)
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Where they go, in the same order."""
+        return tuple(path for path in (self.report, self.plot, self.perfetto) if path is not None)
+
     def check(self) -> None:
         """Fail before any work is done for a file that could not be written in the end.
 

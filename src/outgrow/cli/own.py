@@ -171,12 +171,12 @@ def run(
     stderr: Console,
     *,
     plan: Plan | None = None,
-    on_session: Callable[[outgrow.Session], None] = lambda session: None,
+    after_step: Callable[[outgrow.Session | None], None] = lambda session: None,
 ) -> dict[str, Any]:
     """Train for some steps; the figures under the keys that `outgrow train --json` prints.
 
-    A session follows `plan` from its first step, if there is one. `on_session` is called with the session when the
-    training is over, if there was one.
+    A session follows `plan` from its first step, if there is one. `after_step` is called after each step, with the
+    session if there is one.
     """
     losses: list[float | None] = []
     step_seconds: list[float] = []
@@ -205,10 +205,9 @@ def run(
                 meter.start()
             else:
                 meter.sample()
+            after_step(session)
             show_step(progress, task, job.batch, loss, seconds, session)
         peak = meter.peak_bytes if steps > 1 else None
-        if session is not None:
-            on_session(session)
         return result_of(job.labels, session, peak, baseline, step_seconds, losses, fingerprint(*models))
 
 
@@ -237,7 +236,7 @@ def _load(path: Path, function: str) -> Callable[..., object]:
     except Exception as error:
         del sys.modules[name]
         raise OwnFileError(f"{_place(path, error)}: the file cannot be imported: {_said(error)}") from error
-    found = getattr(module, function, None)
+    found: object = getattr(module, function, None)
     if found is None:
         own = ", ".join(
             key
@@ -247,7 +246,7 @@ def _load(path: Path, function: str) -> Callable[..., object]:
         raise OwnFileError(f"{path} has no function {function!r}; it has {own or 'none at all'}")
     if not callable(found):
         raise OwnFileError(f"{path}: {function} is {type(found).__name__} and no function")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _takes_batch(make: Callable[..., object], path: Path, function: str) -> bool:

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.memory import PeakMeter, resident_bytes, settle
 from outgrow.cli.options import Options
 from outgrow.cli.outputs import NO_OUTPUTS, Outputs
+from outgrow.errors import OutgrowError
 from outgrow.planning.plan import Plan
 from outgrow.progress import log_to
 from outgrow.reporting.subject import Subject
@@ -68,7 +70,7 @@ def train(
 ) -> None:
     """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr.
 
-    `outputs` are written when the training is over; with `verbose` the session's log goes to standard error. With
+    `outputs` are written when the training is over, also when Ctrl-C or an error ended it: of the steps until then. With `verbose` the session's log goes to standard error. With
     `nproc` above 1 so many processes train together. `given` has the names of the options that were typed: some mean
     nothing for a user's own file. `followed` is the file of a plan that is followed from the first step.
     """
@@ -81,27 +83,62 @@ def train(
     plan = None if followed is None else _load_plan(followed)
     outputs.check()
     stderr = Console(stderr=True)
-    sessions: list[outgrow.Session] = []
-    with log_to(stderr) if verbose else nullcontext():
-        if isinstance(job, own.OwnJob):
-            result = own.run(job, steps, stderr, plan=plan, on_session=sessions.append)
-        elif nproc > 1:
-            from outgrow.cli.ranks import run_ranks
+    trained = _Trained()
+    try:
+        with log_to(stderr) if verbose else nullcontext():
+            if isinstance(job, own.OwnJob):
+                result = own.run(job, steps, stderr, plan=plan, after_step=trained.count)
+            elif nproc > 1:
+                from outgrow.cli.ranks import run_ranks
 
-            assert isinstance(job, Job)
-            result = run_ranks(options, job, nproc, steps, stderr)
-        else:
-            assert isinstance(job, Job)
-            result = run(job, steps, stderr, plan=plan, on_session=sessions.append)
+                assert isinstance(job, Job)
+                result = run_ranks(options, job, nproc, steps, stderr)
+            else:
+                assert isinstance(job, Job)
+                result = run(job, steps, stderr, plan=plan, after_step=trained.count)
+    except BaseException:  # Ctrl-C, too
+        if outputs.names:
+            _write_what_there_is(outputs, trained, job, steps, stderr)
+        raise
     (stderr if as_json else Console()).print(_table(result))
     if as_json:
         print(json.dumps(result), flush=True)
-    for session in sessions:
-        assert session.plan is not None, "every step that ends leaves a plan"
-        history = session.history
-        first = steps - len(history) + 1
-        subject = Subject(job.title, session.plan, history, first, job.settings(), session.budget_bytes)
-        outputs.write(subject, stderr)
+    if trained.session is not None:
+        outputs.write(trained.subject(job), stderr)
+
+
+@dataclass
+class _Trained:
+    """The session of a training, and how many of its steps have ended; None in a plain run, and before the first."""
+
+    session: outgrow.Session | None = None
+    steps: int = 0
+
+    def count(self, session: outgrow.Session | None) -> None:
+        self.session = session
+        self.steps += 1
+
+    def subject(self, job: Reported) -> Subject:
+        """What a report of it is about; there has to be a session."""
+        assert self.session is not None
+        assert self.session.plan is not None, "every step that ends leaves a plan"
+        history = self.session.history
+        first = self.steps - len(history) + 1
+        return Subject(job.title, self.session.plan, history, first, job.settings(), self.session.budget_bytes)
+
+
+def _write_what_there_is(outputs: Outputs, trained: _Trained, job: Reported, steps: int, stderr: Console) -> None:
+    """What a training that ended early has to show. What ended it is the error to raise: of its own it says a line."""
+    if trained.session is None:
+        said = f"no step was finished: nothing is written for {', '.join(outputs.names)}"
+    else:
+        try:
+            outputs.write(trained.subject(job), stderr)
+            written = ", ".join(str(path) for path in outputs.paths)
+            said = f"stopped after {trained.steps} of {steps} steps: {written} shows these"
+        except OutgrowError as error:
+            said = str(error)
+    stderr.print(f"outgrow: {said}", markup=False, highlight=False, soft_wrap=True)
 
 
 def run(
@@ -112,13 +149,13 @@ def run(
     part: Part = WHOLE,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
     plan: Plan | None = None,
-    on_session: Callable[[outgrow.Session], None] = lambda session: None,
+    after_step: Callable[[outgrow.Session | None], None] = lambda session: None,
 ) -> dict[str, Any]:
     """Train for some steps; the figures under the keys that `outgrow train --json` prints.
 
     A process that trains together with others has a `part` of the samples, and its model is what `wrap` makes of it.
-    A session follows `plan` from its first step, if there is one. `on_session` is called with the session when the
-    training is over, if there was one.
+    A session follows `plan` from its first step, if there is one. `after_step` is called after each step, with the
+    session if there is one.
     """
     batches = job.batches(part)
     if part is WHOLE:  # else it was seen to before any of the processes was started
@@ -146,11 +183,10 @@ def run(
                 meter.start()
             else:
                 meter.sample()
+            after_step(session)
             show_step(progress, task, job.shape.batch * job.accumulation, loss, seconds, session)
         # With one step there is none but the first.
         peak = meter.peak_bytes if steps > 1 else None
-        if session is not None:
-            on_session(session)
         return result_of(job.labels, session, peak, baseline, step_seconds, losses, fingerprint(model))
 
 

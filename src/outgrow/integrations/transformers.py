@@ -92,8 +92,8 @@ class OutgrowCallback(TrainerCallback):
         self._keeper.close()
 
 
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside Accelerate's wrapper."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer  # type: ignore[no-any-return]
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside Accelerate's wrapper, which is one itself."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
