@@ -7,10 +7,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check docs format clean
+.PHONY: help venv demo test check docs docs-run format clean
 
 help:  ## say what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 venv: $(STAMP)  ## set up .venv, once
 
@@ -39,6 +39,9 @@ check: $(STAMP)  ## lint, formatting, types, import contract
 
 docs: $(STAMP)  ## build the documentation in site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-run: $(STAMP)  ## run every shell command of README and docs as it is written; takes hours
+	$(BIN)/python tests/run_pages.py
 
 format: $(STAMP)  ## rewrite the code as `make check` wants it
 	$(BIN)/ruff check --fix .

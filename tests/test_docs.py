@@ -4,27 +4,25 @@ What is checked of code blocks:
 
 - Python: all blocks of a page are executed, in order, in one namespace. What pages take for granted (`model`,
   `optimizer`, `batches`, ...) is `namespace()` below; what one page needs besides stands in it as `<!-- hidden`.
-- Shell: each `outgrow` command goes through the parser of the command line; those of `train`, `plan`, `compare` also
-  through the checks of network, policy, device and budget that the command makes before it works. `train` and `plan`
-  in the quick start and on the page on a user's own file are run as well, with few steps; the others are not run, as
-  many take minutes. Of `python FILE` it is checked that the file is there and has the options
-  (test_examples.py runs the examples); of `make` that there is the target; of `pip install` that there is the extra.
+- Shell: every command is run, in the order of its page, in a folder with the page's own files; one that stands on
+  several pages, once. Commands that take long run smaller: SMALLER has what stands on the page and what is run in its
+  place, with the same options and a smaller network, image, batch, budget or number of steps. RUN_ELSEWHERE has those
+  that are not run here, each with the reason. `make docs-run` runs all of them as they are written.
+- Each `outgrow` command as it is written also goes through the parser of the command line; those of `train`, `plan`,
+  `compare` through the checks of network, policy, device and budget that the command makes before it works.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import os
 import re
-import shlex
+import runpy
 import subprocess
 import sys
 import tomllib
-import types
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,52 +38,93 @@ from outgrow.cli.job import OptionError, make_job
 from outgrow.cli.main import run
 from outgrow.cli.own import OwnFileError, is_own, make_own_job
 from outgrow.errors import OutgrowError
+from pages import PAGES, ROOT, blocks, commands, load_module, write_files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN_FOR_REAL = ("quickstart.md", "own-model.md")
 LIBRARIES = {"integrations.md": ("pytorch_lightning", "transformers", "accelerate")}
 
-_BLOCK = re.compile(
-    r"^```(?P<kind>\w*)\n(?P<code>.*?)^```$|^<!-- hidden\n(?P<hidden>.*?)^-->$", re.MULTILINE | re.DOTALL
-)
+# What stands on a page, and what is run in its place.
+SMALLER = {
+    "outgrow train resnet-50 --data digits --batch 16 --steps 20 --budget 700MiB": (
+        "outgrow train resnet-18 --data digits --batch 4 --image-size 32 --steps 2 --budget 150MiB"
+    ),
+    "outgrow train gpt-4x256 --data text --image-size 256 --batch 8 --budget 400MiB --optimizer adamw": (
+        "outgrow train gpt-2x64 --data text --image-size 32 --batch 2 --steps 2 --budget 15MiB --optimizer adamw"
+    ),
+    "outgrow plan resnet-2504 --batch 16 --budget 12GiB": "outgrow plan resnet-152 --batch 2 --budget 1GiB",
+    "outgrow networks resnet-50 vgg-16 gpt --batch 16": "outgrow networks resnet-18 gpt-2x64 --batch 2",
+    "outgrow train examples/own_model.py:make_step --batch 1024 --steps 20 --budget 19MiB": (
+        "outgrow train examples/own_model.py:make_step --batch 1024 --steps 2 --budget 19MiB"
+    ),
+    "python examples/resnet_digits.py --budget 40MiB --steps 60": (
+        "python examples/resnet_digits.py --budget 40MiB --steps 2 --workers 0"
+    ),
+    "python examples/gpt_stdlib.py --budget 60MiB --steps 60": (
+        "python examples/gpt_stdlib.py --budget 60MiB --steps 2"
+    ),
+    "python examples/unet_digits.py --budget 24MiB --steps 40": (
+        "python examples/unet_digits.py --budget 24MiB --steps 2"
+    ),
+    "outgrow compare resnet-50 --batch 16": "outgrow compare resnet-18 --batch 2 --image-size 32 --budgets 100,80",
+    "outgrow compare gpt-12x384 --batch 8 --image-size 256 --policies auto,lru --budgets 100,60,40 --measure --plot gpt.png": (  # noqa: E501
+        "outgrow compare gpt-2x64 --batch 2 --image-size 32 --policies lru --budgets 80 --measure --steps 1 --plot gpt.png"
+    ),
+    "outgrow report resnet-50 --batch 16 --budget 700MiB --output resnet-50.html": (
+        "outgrow report resnet-18 --batch 2 --image-size 32 --budget 150MiB --output resnet-50.html"
+    ),
+    "outgrow train gpt-4x256 --data text --image-size 256 --batch 8 --budget 400MiB --report run.html --verbose": (
+        "outgrow train gpt-2x64 --data text --image-size 32 --batch 2 --steps 2 --budget 10MiB --report run.html --verbose"
+    ),
+    "outgrow plan unet --batch 4 --budget 2GiB --plot unet.png --perfetto unet.json.gz": (
+        "outgrow plan unet --batch 4 --image-size 64 --budget 600MiB --plot unet.png --perfetto unet.json.gz"
+    ),
+    "outgrow compare resnet-50 --batch 16 --report points.html": (
+        "outgrow compare resnet-18 --batch 2 --image-size 32 --budgets 100 --report points.html"
+    ),
+    "outgrow compare resnet-152 --batch 64 --hardware a100-40gb --budgets 80,60,40": (
+        "outgrow compare resnet-18 --batch 64 --image-size 32 --hardware a100-40gb --budgets 80"
+    ),
+    "outgrow limits resnet-152 --what batch --hardware k40c": (
+        "outgrow limits resnet-18 --what batch --image-size 32 --policy keep --hardware k40c"
+    ),
+    "outgrow limits gpt --what depth --batch 8 --hardware v100 --budget 12GiB": (
+        "outgrow limits gpt --what depth --batch 2 --image-size 64 --policy keep --hardware v100 --budget 120MiB"
+    ),
+    "outgrow train resnet-2504 --data synthetic --batch 16 --image-size 224 --momentum 0 --steps 2 --budget 12GiB": (
+        "outgrow train resnet-18 --data synthetic --batch 2 --image-size 32 --momentum 0 --steps 2 --budget 100MiB"
+    ),
+    "outgrow plan resnet-50 --batch 16": "outgrow plan resnet-18 --batch 2",
+    "outgrow plan gpt-4x256 --batch 8 --image-size 256 --budget 200MiB": (
+        "outgrow plan gpt-2x64 --batch 2 --image-size 32 --budget 10MiB"
+    ),
+    "outgrow compare resnet-50 --batch 16 --budgets 100,80,60,40": (
+        "outgrow compare resnet-18 --batch 2 --image-size 32 --budgets 60"
+    ),
+    "outgrow train my_model.py:make_step --batch 1024 --steps 20 --budget 12MiB": (
+        "outgrow train my_model.py:make_step --batch 1024 --steps 3 --budget 12MiB"
+    ),
+    "outgrow train my_model.py:make_step --batch 1024 --steps 20": (
+        "outgrow train my_model.py:make_step --batch 1024 --steps 3"
+    ),
+    "outgrow compare resnet-50 --batch 16 --budgets 100,60,40 --policies auto,vdnn-dyn,superneurons,lru": (
+        "outgrow compare resnet-18 --batch 2 --image-size 32 --budgets 80 --policies auto,vdnn-dyn,superneurons,lru"
+    ),
+    "outgrow train resnet-18 --data synthetic --batch 32 --image-size 128 --steps 5 --budget 250MiB": (
+        "outgrow train resnet-18 --data synthetic --batch 4 --image-size 32 --steps 2 --budget 150MiB"
+    ),
+    "outgrow networks resnet-50 vgg-16 gpt-12x256 --batch 16": "outgrow networks resnet-18 gpt-2x128 --batch 2",
+}
 
-
-@dataclass(frozen=True)
-class Block:
-    kind: str
-    code: str
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text()
-    if "<!-- figures:" in text:
-        text = load_module(ROOT / "docs" / "figures.py").on_page_markdown(text)
-    return [
-        Block("python", found["hidden"]) if found["hidden"] else Block(found["kind"] or "sh", found["code"])
-        for found in _BLOCK.finditer(text)
-    ]
-
-
-def commands(page: Path) -> Iterator[list[str]]:
-    """The shell commands of a page, as words."""
-    for block in blocks(page):
-        if block.kind == "sh":
-            for line in block.code.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                if words:
-                    yield words
-
-
-def load_module(path: Path) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# The beginning of what is not run here, and why.
+RUN_ELSEWHERE = {
+    "pip install": "needs a package registry: the extras are looked up",
+    "make": "sets up an environment of its own: the targets are looked up; the suite builds the site",
+    "outgrow doctor": "measures for half a minute: test_hardware.py runs it",
+    "outgrow paper": "works out for minutes what test_hardware.py tests figure by figure",
+    "outgrow train resnet-50 --batch 32 --budget 1GiB --nproc 2": "two processes: test_distributed.py runs it smaller",
+    "python benchmarks/": "measures for hours: the options are looked up",
+}
 
 
 def namespace() -> dict[str, Any]:
@@ -172,26 +211,52 @@ def test_outgrow_commands_pass_the_checks_of_the_command_line(
     assert not taken
 
 
-@pytest.mark.parametrize("page", RUN_FOR_REAL)
-def test_outgrow_commands_of_a_new_users_path_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = ROOT / "docs" / page
-    beside_the_page(path, tmp_path, monkeypatch)
-    ours = [arguments for program, *arguments in commands(path) if program == "outgrow"]
-    ours = [arguments for arguments in ours if arguments[0] in ("train", "plan")]
-    assert len(ours) >= 2
-    for arguments in ours:
-        smaller = ["--steps", "3"] if ".py:" in arguments[1] else ["--steps", "1", "--batch", "2"]
-        assert run([*arguments, *smaller]) == 0, arguments
+def first_of_each() -> dict[str, list[str]]:
+    """The commands that are run, by page, each where it stands first."""
+    seen: set[str] = set()
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        for command in map(" ".join, commands(page)):
+            if command not in seen and not command.startswith(tuple(RUN_ELSEWHERE)):
+                seen.add(command)
+                found.setdefault(page.name, []).append(command)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # other libraries' advice
+@pytest.mark.parametrize("name", first_of_each())
+def test_shell_commands_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside_the_page(next(page for page in PAGES if page.name == name), tmp_path, monkeypatch)
+    for command in first_of_each()[name]:
+        program, *arguments = SMALLER.get(command, command).split()
+        if program == "outgrow":
+            assert run(arguments) == 0, f"{command}\n{capsys.readouterr().err}"
+        else:
+            monkeypatch.setattr(sys, "argv", arguments)
+            runpy.run_path(arguments[0], run_name="__main__")
+        for option in ("--report", "--plot", "--perfetto", "--output", "--save-plan"):
+            if option in arguments:
+                assert Path(arguments[arguments.index(option) + 1]).stat().st_size > 0, command
+
+
+def test_smaller_commands_are_of_commands_on_pages_and_leave_no_option_out() -> None:
+    written = {" ".join(words) for page in PAGES for words in commands(page)}
+    for command, smaller in SMALLER.items():
+        assert command in written, f"no page has it any more: {command}"
+        options = {word for word in command.split() if word.startswith("--")}
+        assert command.split()[:2] == smaller.split()[:2] or command.startswith("python")
+        assert options <= set(smaller.split()), command
+    for start in RUN_ELSEWHERE:
+        assert any(command.startswith(start) for command in written), start
 
 
 def beside_the_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with the examples, and with the page's own files: blocks that begin with a file's name."""
+    """A folder with the examples, and with the page's own files."""
     monkeypatch.chdir(folder)
     (folder / "examples").symlink_to(ROOT / "examples")
-    for block in blocks(page):
-        first = block.code.split("\n", 1)[0]
-        if found := re.fullmatch(r"# (\w+\.py)", first):
-            (folder / found[1]).write_text(block.code)
+    write_files(page, folder)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -206,9 +271,9 @@ def test_other_commands_name_what_there_is(page: Path) -> None:
                 assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in arguments), arguments
             case "pip":
                 assert arguments[0] == "install"
-                named = re.fullmatch(r"(?:\.|outgrow)(?:\[(\w+)\])?", arguments[1])
+                named = re.fullmatch(r"(?:\.|outgrow)(?:\[([\w,]+)\])?", arguments[1])
                 assert named, arguments
-                assert named[1] is None or named[1] in extras, arguments
+                assert named[1] is None or set(named[1].split(",")) <= extras.keys(), arguments
             case "python":
                 text = (ROOT / arguments[0]).read_text()
                 options = [word for word in arguments[1:] if word.startswith("--")]
