@@ -49,7 +49,7 @@ SMALLER = {
     "outgrow train resnet-50 --data digits --batch 16 --steps 20 --budget 700MiB": (
         "outgrow train resnet-18 --data digits --batch 4 --image-size 32 --steps 2 --budget 150MiB"
     ),
-    "outgrow train gpt-4x256 --data text --image-size 256 --batch 8 --budget 400MiB --optimizer adamw": (
+    "outgrow train gpt-4x256 --data text --image-size 256 --batch 8 --budget 200MiB --optimizer adamw": (
         "outgrow train gpt-2x64 --data text --image-size 32 --batch 2 --steps 2 --budget 15MiB --optimizer adamw"
     ),
     "outgrow plan resnet-2504 --batch 16 --budget 12GiB": "outgrow plan resnet-152 --batch 2 --budget 1GiB",
@@ -67,14 +67,17 @@ SMALLER = {
         "python examples/unet_digits.py --budget 24MiB --steps 2"
     ),
     "outgrow compare resnet-50 --batch 16": "outgrow compare resnet-18 --batch 2 --image-size 32 --budgets 100,80",
-    "outgrow compare gpt-12x384 --batch 8 --image-size 256 --policies auto,lru --budgets 100,60,40 --measure --plot gpt.png": (  # noqa: E501
-        "outgrow compare gpt-2x64 --batch 2 --image-size 32 --policies lru --budgets 80 --measure --steps 1 --plot gpt.png"
+    "outgrow compare gpt-12x384 --batch 8 --image-size 256 --policies auto,lru --budgets 100,60,40"
+    " --measure --plot gpt.png": (
+        "outgrow compare gpt-2x64 --batch 2 --image-size 32 --policies lru --budgets 80"
+        " --measure --steps 1 --plot gpt.png"
     ),
     "outgrow report resnet-50 --batch 16 --budget 700MiB --output resnet-50.html": (
         "outgrow report resnet-18 --batch 2 --image-size 32 --budget 150MiB --output resnet-50.html"
     ),
-    "outgrow train gpt-4x256 --data text --image-size 256 --batch 8 --budget 400MiB --report run.html --verbose": (
-        "outgrow train gpt-2x64 --data text --image-size 32 --batch 2 --steps 2 --budget 10MiB --report run.html --verbose"
+    "outgrow train gpt-4x256 --data text --image-size 256 --batch 8 --budget 200MiB --report run.html --verbose": (
+        "outgrow train gpt-2x64 --data text --image-size 32 --batch 2 --steps 2 --budget 10MiB"
+        " --report run.html --verbose"
     ),
     "outgrow plan unet --batch 4 --budget 2GiB --plot unet.png --perfetto unet.json.gz": (
         "outgrow plan unet --batch 4 --image-size 64 --budget 600MiB --plot unet.png --perfetto unet.json.gz"
@@ -113,6 +116,20 @@ SMALLER = {
     "outgrow train resnet-18 --data synthetic --batch 32 --image-size 128 --steps 5 --budget 250MiB": (
         "outgrow train resnet-18 --data synthetic --batch 4 --image-size 32 --steps 2 --budget 150MiB"
     ),
+    "outgrow tune resnet-50 --image-size 64 --budget 1GiB --lr 0.05": (
+        "outgrow tune gpt-2x64 --image-size 32 --budget 6MB --lr 0.05 --batch 2 --max-batch 2 --trials 1"
+    ),
+    "outgrow tune resnet-50 --image-size 64 --budget 1GiB --report tune.html": (
+        "outgrow tune gpt-2x64 --image-size 32 --budget 6MB --batch 2 --max-batch 2 --trials 1 --report tune.html"
+    ),
+    "outgrow tune resnet-50 --image-size 64 --budget 1GiB --lr 0.05"
+    " --plot tune.png --report tune.html --save-plan tune.json": (
+        "outgrow tune gpt-2x64 --image-size 32 --budget 6MB --lr 0.05 --batch 2 --max-batch 2 --trials 1"
+        " --plot tune.png --report tune.html --save-plan tune.json"
+    ),
+    "outgrow train resnet-50 --image-size 64 --budget 1GiB --batch 48 --lr 0.07 --plan tune.json": (
+        "outgrow train gpt-2x64 --image-size 32 --budget 6MB --batch 2 --lr 0.07 --plan tune.json --steps 2"
+    ),
     "outgrow networks resnet-50 vgg-16 gpt-12x256 --batch 16": "outgrow networks resnet-18 gpt-2x128 --batch 2",
 }
 
@@ -122,7 +139,7 @@ RUN_ELSEWHERE = {
     "make": "sets up an environment of its own: the targets are looked up; the suite builds the site",
     "outgrow doctor": "measures for half a minute: test_hardware.py runs it",
     "outgrow paper": "works out for minutes what test_hardware.py tests figure by figure",
-    "outgrow train resnet-50 --batch 32 --budget 1GiB --nproc 2": "two processes: test_distributed.py runs it smaller",
+    "outgrow train resnet-50 --batch 32 --budget 1GiB --nproc 2": "test_distributed.py runs two processes, smaller",
     "python benchmarks/": "measures for hours: the options are looked up",
 }
 

@@ -20,6 +20,10 @@ from outgrow.cli.points import Pair, predict
 from outgrow.reporting.page import write_report
 from outgrow.reporting.points import write_points
 from outgrow.reporting.subject import Subject
+from outgrow.tuning.answer import Candidate, Tuning
+from outgrow.tuning.noise import NoiseScale
+from outgrow.tuning.page import write_page
+from outgrow.tuning.rates import Rule
 from plans import CPU_AND_DISK, deep_plan, deep_trace
 from test_reporting import EVIL, summary
 
@@ -236,3 +240,105 @@ def test_a_comparison_shows_its_points(opened: Open, tmp_path: Path) -> None:
     assert len(page.query_selector_all("svg .mark")) < marks
     page.click("table th:nth-child(5) button")
     assert page.get_attribute("table th:nth-child(5)", "aria-sort") == "descending"
+
+
+def candidate(batch: int, speed: float, passes: int = 1, run: float | None = None, fits: bool = True) -> Candidate:
+    """A batch of so many samples a second, as predicted and as it was run."""
+    return Candidate(
+        batch_size=batch,
+        micro_batch=batch // passes,
+        accumulation=passes,
+        feasible=fits,
+        predicted_peak_bytes=batch * 8 << 20,
+        predicted_step_seconds=batch / speed,
+        offloaded_bytes=0,
+        recomputed_bytes=0,
+        efficiency=48 / (16 + batch),
+        measured_peak_bytes=None if run is None else batch * 9 << 20,
+        measured_step_seconds=None if run is None else batch / run,
+    )
+
+
+@pytest.fixture(scope="module")
+def answer() -> Tuning:
+    """What the tuner found: 96 samples do not fit, and 64 in two passes are as fast as 48 in one."""
+    candidates = (
+        candidate(16, 150.0),
+        candidate(32, 240.0, run=235.0),
+        candidate(48, 300.0, run=310.5),
+        candidate(64, 290.0),
+        candidate(64, 300.0, passes=2, run=280.0),
+        candidate(96, 310.0, fits=False),
+    )
+    return Tuning(
+        objective="goodput",
+        budget_bytes=600 << 20,
+        chosen=candidates[2],
+        learning_rates=(0.0711,),
+        base_batch=32,
+        base_rates=(0.05,),
+        rule=Rule.LINEAR,
+        warmup_steps=120,
+        noise=NoiseScale(gradient_square=2.0, noise=32.0, measurements=8),
+        noise_samples=16.0,
+        largest_batch=64,
+        plan=deep_plan(3),
+        candidates=candidates,
+    )
+
+
+def test_an_answer_of_the_tuner_shows_its_candidates(opened: Open, answer: Tuning, tmp_path: Path) -> None:
+    write_page(answer, tmp_path / "tune.html")
+    page = opened(tmp_path / "tune.html")
+    assert texts(page, "h1") == ["The batch that is worth it: 48"]
+    legend = texts(page, ".bar-tools [aria-pressed]")
+    assert [text.strip() for text in legend] == ["predicted", "run", "goodput", "chosen"]
+    cards = dict(zip(texts(page, ".card .label"), texts(page, ".card .value"), strict=True))
+    assert cards["learning rate"] == "0.07110 (linear rule, from 0.05 at batch 32)"
+    assert cards["noise scale"] == "16 samples"
+    rows = texts(page, "table tbody tr")
+    assert len(rows) == len(answer.candidates)
+    assert "310.5" in rows[2]
+
+
+def test_pointing_at_the_chosen_batch_shows_what_was_predicted_and_what_was_run(
+    opened: Open, answer: Tuning, tmp_path: Path
+) -> None:
+    write_page(answer, tmp_path / "tune.html")
+    page = opened(tmp_path / "tune.html")
+    page.hover("svg polygon.mark", force=True)
+    beside = page.inner_text("#tip")
+    assert "chosen" in beside
+    assert "run" in beside
+    assert "predicted: peak 384.0 MiB, step 160.0 ms" in beside
+    assert "run: peak 432.0 MiB, step 154.6 ms" in beside
+    page.mouse.move(5, 5)
+    assert not page.is_visible("#tip")
+
+
+def test_the_tuners_figures_sort_and_leave_out_what_a_batch_that_does_not_fit_would_take(
+    opened: Open, answer: Tuning, tmp_path: Path
+) -> None:
+    write_page(answer, tmp_path / "tune.html")
+    page = opened(tmp_path / "tune.html")
+    speeds = "table th:nth-child(8)"
+    assert texts(page, speeds) == ["samples/s"]
+    page.click(f"{speeds} button")
+    assert page.get_attribute(speeds, "aria-sort") == "descending"
+    assert texts(page, "table td:nth-child(8)") == ["300", "300", "290", "240", "150", "–"]  # noqa: RUF001
+    batches = texts(page, "table td:nth-child(1)")
+    assert batches[-1] == "96"
+    page.click(f"{speeds} button")
+    assert texts(page, "table td:nth-child(1)") != batches
+
+
+def test_groups_of_the_tuners_marks_hide_and_come_back(opened: Open, answer: Tuning, tmp_path: Path) -> None:
+    write_page(answer, tmp_path / "tune.html")
+    page = opened(tmp_path / "tune.html")
+    marks = len(page.query_selector_all("svg .mark"))
+    assert marks == 2 * (5 + 3) + 1  # predicted and run, each as samples a second and as goodput; the chosen one
+    assert len(page.query_selector_all("svg polyline")) == 2  # one curve of batches of one pass each
+    page.click("text=goodput >> nth=0")
+    assert len(page.query_selector_all("svg .mark")) == marks - 8
+    page.click("text=goodput >> nth=0")
+    assert len(page.query_selector_all("svg .mark")) == marks

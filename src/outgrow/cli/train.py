@@ -70,9 +70,10 @@ def train(
 ) -> None:
     """Train and print the result: a table, or with `as_json` one line of JSON with the table on stderr.
 
-    `outputs` are written when the training is over, also when Ctrl-C or an error ended it: of the steps until then. With `verbose` the session's log goes to standard error. With
-    `nproc` above 1 so many processes train together. `given` has the names of the options that were typed: some mean
-    nothing for a user's own file. `followed` is the file of a plan that is followed from the first step.
+    `outputs` are written when the training is over, also when Ctrl-C or an error ended it: of the steps until then.
+    With `verbose` the session's log goes to standard error. With `nproc` above 1 so many processes train together.
+    `given` has the names of the options that were typed: some mean nothing for a user's own file. `followed` is the
+    file of a plan that is followed from the first step.
     """
     from outgrow.cli import own  # it trains with what is here
 
@@ -128,7 +129,7 @@ class _Trained:
 
 
 def _write_what_there_is(outputs: Outputs, trained: _Trained, job: Reported, steps: int, stderr: Console) -> None:
-    """What a training that ended early has to show. What ended it is the error to raise: of its own it says a line."""
+    """What a training that ended early has to show, and a line on it; what ended it is the error that is raised."""
     if trained.session is None:
         said = f"no step was finished: nothing is written for {', '.join(outputs.names)}"
     else:

@@ -33,13 +33,18 @@ def write_page(answer: Tuning, path: str | Path) -> None:
     Raises:
         ReportError: the file cannot be written.
     """
-    feasible = [item for item in answer.candidates if item.feasible]
+    fitting = [item for item in answer.candidates if item.feasible]
+    was_run = [item for item in fitting if item.measured_step_seconds is not None]
     series = [
-        _series("predicted", feasible, lambda item: item.predicted_samples_per_second, dashed=True),
-        _series("run", feasible, lambda item: item.measured_samples_per_second, joined=False),
-        _series("goodput", feasible, lambda item: item.goodput if answer.objective == "goodput" else None),
-        _series("chosen", [answer.chosen], lambda item: item.samples_per_second, starred=True),
+        *_predicted("predicted", fitting, lambda item: item.predicted_samples_per_second),
+        _series("run", was_run, lambda item: item.samples_per_second),
     ]
+    if answer.objective == "goodput":
+        series += [
+            *_predicted("goodput", fitting, lambda item: item.predicted_samples_per_second * item.efficiency),
+            _series("goodput, run", was_run, lambda item: item.goodput, group="goodput"),
+        ]
+    series.append(_series("chosen", [answer.chosen], lambda item: item.samples_per_second, starred=True))
     write_points(
         path,
         PointsPage(
@@ -53,50 +58,61 @@ def write_page(answer: Tuning, path: str | Path) -> None:
             rows=tuple(map(_row, answer.candidates)),
             notes=(
                 f"The learning rate follows the {answer.rule} rule: {answer.rule.source}.",
-                "Predicted: before a batch was run. Goodput: samples per second, times what a sample is worth "
-                "(Pollux, OSDI 2021).",
+                "Predicted: from steps that were run. The base batch and the ends of the curve are run first, to set "
+                "estimates right, and are predicted from themselves as well; all others before they are run.",
+                "Goodput: samples per second, times what a sample is worth (Pollux, OSDI 2021).",
             ),
         ),
     )
 
 
+def _predicted(label: str, candidates: list[Candidate], speed: Callable[[Candidate], float]) -> list[Series]:
+    """A curve over the batches of one pass; those of several passes lie beside it."""
+    one = [item for item in candidates if item.accumulation == 1]
+    several = [item for item in candidates if item.accumulation > 1]
+    of_one = label if label == "predicted" else f"{label}, predicted"
+    return [
+        _series(of_one, one, speed, group=label, dashed=True, joined=True),
+        _series(f"{of_one}, several passes", several, speed, group=label, dashed=True),
+    ]
+
+
 def _series(
     label: str,
     candidates: list[Candidate],
-    speed: Callable[[Candidate], float | None],
+    speed: Callable[[Candidate], float],
     *,
+    group: str = "",
     dashed: bool = False,
-    joined: bool = True,
+    joined: bool = False,
     starred: bool = False,
 ) -> Series:
-    marks = [(item, speed(item)) for item in candidates]
-    return Series(
-        label,
-        label,
-        tuple(Mark(item.batch_size, value, _notes(item)) for item, value in marks if value is not None),
-        dashed=dashed,
-        joined=joined,
-        starred=starred,
-    )
+    marks = tuple(Mark(item.batch_size, speed(item), _notes(item)) for item in candidates)
+    return Series(label, group or label, marks, dashed=dashed, joined=joined, starred=starred)
 
 
 def _notes(item: Candidate) -> tuple[str, ...]:
     passes = f", {item.accumulation} passes of {item.micro_batch}" if item.accumulation > 1 else ""
     peak, step = format_bytes(item.predicted_peak_bytes), format_seconds(item.predicted_step_seconds)
-    return f"batch {item.batch_size}{passes}", f"predicted: peak {peak}, step {step}"
+    notes = (f"batch {item.batch_size}{passes}", f"predicted: peak {peak}, step {step}")
+    if item.measured_peak_bytes is None or item.measured_step_seconds is None:
+        return notes
+    peak, step = format_bytes(item.measured_peak_bytes), format_seconds(item.measured_step_seconds)
+    return *notes, f"run: peak {peak}, step {step}"
 
 
 def _row(item: Candidate) -> tuple[Cell, ...]:
+    run = item.measured_samples_per_second
+    size = (item.batch_size, item.accumulation, "yes" if item.feasible else "no", item.predicted_peak_bytes)
+    if not item.feasible:  # a step that does not fit takes no time
+        return *size, item.measured_peak_bytes, None, None, None, None, None, None
     return (
-        item.batch_size,
-        item.accumulation,
-        "yes" if item.feasible else "no",
-        item.predicted_peak_bytes,
+        *size,
         item.measured_peak_bytes,
         item.predicted_step_seconds,
         item.measured_step_seconds,
         round(item.predicted_samples_per_second, 1),
-        None if item.measured_samples_per_second is None else round(item.measured_samples_per_second, 1),
+        None if run is None else round(run, 1),
         100 * item.efficiency,
         round(item.goodput, 1),
     )
