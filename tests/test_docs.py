@@ -89,7 +89,7 @@ SMALLER = {
         "outgrow compare resnet-18 --batch 64 --image-size 32 --hardware a100-40gb --budgets 80"
     ),
     "outgrow limits resnet-152 --what batch --hardware k40c": (
-        "outgrow limits resnet-18 --what batch --image-size 32 --policy keep --hardware k40c"
+        "outgrow limits resnet-18 --what batch --image-size 64 --policy keep --hardware k40c"
     ),
     "outgrow limits gpt --what depth --batch 8 --hardware v100 --budget 12GiB": (
         "outgrow limits gpt --what depth --batch 2 --image-size 64 --policy keep --hardware v100 --budget 120MiB"

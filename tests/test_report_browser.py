@@ -294,7 +294,7 @@ def test_an_answer_of_the_tuner_shows_its_candidates(opened: Open, answer: Tunin
     legend = texts(page, ".bar-tools [aria-pressed]")
     assert [text.strip() for text in legend] == ["predicted", "run", "goodput", "chosen"]
     cards = dict(zip(texts(page, ".card .label"), texts(page, ".card .value"), strict=True))
-    assert cards["learning rate"] == "0.07110 (linear rule, from 0.05 at batch 32)"
+    assert cards["learning rate"] == "0.0711 (linear rule, from 0.05 at batch 32)"
     assert cards["noise scale"] == "16 samples"
     rows = texts(page, "table tbody tr")
     assert len(rows) == len(answer.candidates)

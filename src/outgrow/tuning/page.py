@@ -87,7 +87,7 @@ def _series(
     joined: bool = False,
     starred: bool = False,
 ) -> Series:
-    marks = tuple(Mark(item.batch_size, speed(item), _notes(item)) for item in candidates)
+    marks = tuple(Mark(item.batch_size, float(f"{speed(item):.4g}"), _notes(item)) for item in candidates)
     return Series(label, group or label, marks, dashed=dashed, joined=joined, starred=starred)
 
 
