@@ -36,6 +36,7 @@ def write_page(answer: Tuning, path: str | Path) -> None:
     fitting = [item for item in answer.candidates if item.feasible]
     was_run = [item for item in fitting if item.measured_step_seconds is not None]
     series = [
+        _series("chosen", [answer.chosen], lambda item: item.samples_per_second, starred=True),  # on top of the others
         *_predicted("predicted", fitting, lambda item: item.predicted_samples_per_second),
         _series("run", was_run, lambda item: item.samples_per_second),
     ]
@@ -44,13 +45,12 @@ def write_page(answer: Tuning, path: str | Path) -> None:
             *_predicted("goodput", fitting, lambda item: item.predicted_samples_per_second * item.efficiency),
             _series("goodput, run", was_run, lambda item: item.goodput, group="goodput"),
         ]
-    series.append(_series("chosen", [answer.chosen], lambda item: item.samples_per_second, starred=True))
     write_points(
         path,
         PointsPage(
             title=f"The batch that is worth it: {answer.batch_size}",
             subtitle=f"Samples per second against the batch, within {format_bytes(answer.budget_bytes)}",
-            facts=tuple((name, text, "") for name, text in answer.in_words().items()),
+            facts=tuple(_fact(name, text) for name, text in answer.in_words().items()),
             x_label="samples in a step",
             y_label="samples per second",
             series=tuple(item for item in series if item.marks),
@@ -64,6 +64,15 @@ def write_page(answer: Tuning, path: str | Path) -> None:
             ),
         ),
     )
+
+
+def _fact(name: str, text: str) -> tuple[str, str, str]:
+    """A card: what stands in brackets, or what a size is a part of, is its small print."""
+    value, bracket, remark = text.partition(" (")
+    if bracket:
+        return name, value, remark.removesuffix(")")
+    value, of, whole = text.partition(" of ")
+    return name, value, f"of {whole}" if of else ""
 
 
 def _predicted(label: str, candidates: list[Candidate], speed: Callable[[Candidate], float]) -> list[Series]:
