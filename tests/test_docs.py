@@ -52,7 +52,7 @@ SMALLER = {
     "outgrow train gpt-4x256 --data text --image-size 256 --batch 8 --budget 200MiB --optimizer adamw": (
         "outgrow train gpt-2x64 --data text --image-size 32 --batch 2 --steps 2 --budget 15MiB --optimizer adamw"
     ),
-    "outgrow plan resnet-2504 --batch 16 --budget 12GiB": "outgrow plan resnet-152 --batch 2 --budget 1GiB",
+    "outgrow plan resnet-2504 --batch 16 --budget 12GiB": "outgrow plan resnet-50 --batch 2 --budget 1GiB",
     "outgrow networks resnet-50 vgg-16 gpt --batch 16": "outgrow networks resnet-18 gpt-2x64 --batch 2",
     "outgrow train examples/own_model.py:make_step --batch 1024 --steps 20 --budget 19MiB": (
         "outgrow train examples/own_model.py:make_step --batch 1024 --steps 2 --budget 19MiB"
@@ -66,7 +66,7 @@ SMALLER = {
     "python examples/unet_digits.py --budget 24MiB --steps 40": (
         "python examples/unet_digits.py --budget 24MiB --steps 2"
     ),
-    "outgrow compare resnet-50 --batch 16": "outgrow compare resnet-18 --batch 2 --image-size 32 --budgets 100,80",
+    "outgrow compare resnet-50 --batch 16": "outgrow compare resnet-18 --batch 2 --image-size 32 --budgets 80",
     "outgrow compare gpt-12x384 --batch 8 --image-size 256 --policies auto,lru --budgets 100,60,40"
     " --measure --plot gpt.png": (
         "outgrow compare gpt-2x64 --batch 2 --image-size 32 --policies lru --budgets 80"

@@ -35,8 +35,8 @@ def write_page(answer: Tuning, path: str | Path) -> None:
     """
     fitting = [item for item in answer.candidates if item.feasible]
     was_run = [item for item in fitting if item.measured_step_seconds is not None]
-    series = [
-        _series("chosen", [answer.chosen], lambda item: item.samples_per_second, starred=True),  # on top of the others
+    series = [  # the first is drawn on top
+        _series("chosen", [answer.chosen], lambda item: item.samples_per_second, starred=True),
         *_predicted("predicted", fitting, lambda item: item.predicted_samples_per_second),
         _series("run", was_run, lambda item: item.samples_per_second),
     ]
