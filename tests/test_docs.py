@@ -97,6 +97,11 @@ SMALLER = {
     "outgrow train resnet-2504 --data synthetic --batch 16 --image-size 224 --momentum 0 --steps 2 --budget 12GiB": (
         "outgrow train resnet-18 --data synthetic --batch 2 --image-size 32 --momentum 0 --steps 2 --budget 100MiB"
     ),
+    "outgrow train resnet-2504 --data synthetic --batch 16 --image-size 224 --momentum 0 --steps 2 --budget 12GiB"
+    " --json": (
+        "outgrow train resnet-18 --data synthetic --batch 2 --image-size 32 --momentum 0 --steps 2 --budget 100MiB"
+        " --json"
+    ),
     "outgrow plan resnet-50 --batch 16": "outgrow plan resnet-18 --batch 2",
     "outgrow plan gpt-4x256 --batch 8 --image-size 256 --budget 200MiB": (
         "outgrow plan gpt-2x64 --batch 2 --image-size 32 --budget 10MiB"
