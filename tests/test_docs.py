@@ -57,11 +57,6 @@ SMALLER = {
         "outgrow train examples/own_model.py:make_step --batch 1024 --steps 2 --budget 19MiB"
     ),
     "outgrow compare resnet-50 --batch 16": "outgrow compare resnet-18 --batch 2 --image-size 32 --budgets 80",
-    "outgrow compare gpt-12x384 --batch 8 --image-size 256 --policies auto,lru --budgets 100,60,40"
-    " --measure --plot gpt.png": (
-        "outgrow compare gpt-2x64 --batch 2 --image-size 32 --policies lru --budgets 80"
-        " --measure --steps 1 --plot gpt.png"
-    ),
     "outgrow report resnet-50 --batch 16 --budget 700MiB --output resnet-50.html": (
         "outgrow report resnet-18 --batch 2 --image-size 32 --budget 150MiB --output resnet-50.html"
     ),
@@ -79,7 +74,7 @@ SMALLER = {
         "outgrow compare resnet-18 --batch 64 --image-size 32 --hardware a100-40gb --budgets 80"
     ),
     "outgrow limits resnet-152 --what batch --hardware k40c": (
-        "outgrow limits resnet-18 --what batch --image-size 64 --policy keep --hardware k40c"
+        "outgrow limits resnet-18 --what batch --image-size 64 --policy keep --hardware k40c --budget 300MiB"
     ),
     "outgrow limits gpt --what depth --batch 8 --hardware v100 --budget 12GiB": (
         "outgrow limits gpt --what depth --batch 2 --image-size 64 --policy keep --hardware v100 --budget 120MiB"
@@ -135,6 +130,7 @@ RUN_ELSEWHERE = {
     "outgrow doctor": "measures for half a minute: test_hardware.py runs it",
     "outgrow paper": "works out for minutes what test_hardware.py tests figure by figure",
     "outgrow train resnet-50 --batch 32 --budget 1GiB --nproc 2": "test_distributed.py runs two processes, smaller",
+    "outgrow compare gpt-12x384": "measures in a process for each point: test_compare.py does, smaller",
     "python examples/": "test_examples.py runs them smaller: the options are looked up",
     "python benchmarks/": "measures for hours: the options are looked up",
 }
