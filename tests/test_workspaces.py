@@ -25,11 +25,13 @@ from outgrow.errors import UnknownWorkspace
 from outgrow.networks import find
 from outgrow.planning.plan import Plan
 from outgrow.planning.workspaces import costed
+from outgrow.runtime.care import Need, OpNeeds
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.executor import Executor
 from outgrow.tracing.convolution import Convolution
 from outgrow.tracing.ir import Op, Phase
 from outgrow.tracing.liveness import plain_profile
+from outgrow.tracing.ops import facts_of
 from outgrow.tuning.limits import largest
 from outgrow.tuning.steps import synthetic_step
 from steps import budget_for, train_in_session, train_plain
@@ -346,6 +348,22 @@ def test_training_is_the_same_and_a_search_is_no_page_fault(on_gpu: Fakes, kind:
     assert isinstance(memory, Watched)
     # Under "dynamic" no convolution gets room beyond the budget; other ops that nobody knows yet do.
     assert memory.gated or kind == "dynamic"
+
+
+def test_what_a_search_takes_is_not_what_the_algorithm_takes() -> None:
+    """PyTorch gives the workspace of the largest candidate out while it tries them all."""
+    func, x, weight = torch.ops.aten.convolution.default, torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    call = (x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    needs = OpNeeds(searched_convolutions=True)
+    signature, guess = needs.before(func, facts_of(func), call, {})
+    needs.measured(signature, 100 << 20)
+    assert needs.before(func, facts_of(func), call, {})[1] == guess
+    needs.measured(signature, 1 << 20)
+    assert needs.before(func, facts_of(func), call, {})[1] == Need(1 << 20, 1 << 20, measured=True)
+    relu = torch.ops.aten.relu.default
+    signature, _ = needs.before(relu, facts_of(relu), (x,), {})
+    needs.measured(signature, 768)
+    assert needs.before(relu, facts_of(relu), (x,), {})[1].measured
 
 
 @pytest.mark.usefixtures("benchmark", "on_gpu")

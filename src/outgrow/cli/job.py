@@ -191,8 +191,10 @@ class Job:
         if self.budget_bytes is None:
             return
         hardware = gpu_here() if self.device == "cuda" else None
-        trace = self.fake_trace(hardware)
-        floor = least_budget(self.plan(trace, self.budget_bytes, hardware).problem)
+        # Without workspaces: what a model of them says is no reason to refuse what the session may find a way for.
+        certain = replace(self, workspace=None)
+        trace = certain.fake_trace(hardware)
+        floor = least_budget(certain.plan(trace, self.budget_bytes, hardware).problem)
         if self.budget_bytes < floor.bytes:
             raise BudgetTooSmall(self.budget_bytes, floor.bytes, floor.holders, trace.describe_op(floor.op))
 

@@ -43,10 +43,17 @@ _MOST_SIGNATURES = 1 << 16
 class OpNeeds:
     """What ops need, by signature."""
 
-    def __init__(self, device_type: str = "cpu", *, open_convolutions: bool = False) -> None:
-        """With `open_convolutions` those need their outputs alone, however much they were seen to take."""
+    def __init__(
+        self, device_type: str = "cpu", *, searched_convolutions: bool = False, open_convolutions: bool = False
+    ) -> None:
+        """`searched_convolutions` try all algorithms at first, so that only what they take later counts.
+
+        `open_convolutions` need their outputs alone, however much they were seen to take.
+        """
         self._device_type = device_type
+        self._searched_convolutions = searched_convolutions
         self._open_convolutions = open_convolutions
+        self._searched: set[Hashable] = set()
         self._needs: dict[Hashable, Need] = {}
 
     def before(
@@ -63,6 +70,7 @@ class OpNeeds:
         if need is None:
             if len(self._needs) >= _MOST_SIGNATURES:
                 self._needs.clear()
+                self._searched.clear()
             extra = _LIBRARY_BYTES if self._device_type == "cuda" and facts.name.startswith(_OF_LIBRARIES) else 0
             need = _guess(func, facts, args, kwargs, extra)
             if self._open_convolutions and "convolution" in facts.name:
@@ -75,11 +83,18 @@ class OpNeeds:
         known = self._needs.get(signature)
         if known is not None and known.is_open:
             return
+        if self._searched_convolutions and signature not in self._searched and _is_convolution(signature):
+            self._searched.add(signature)
+            return
         if known is not None and known.depends_on_data:
             most = max(known.likely_bytes, rise_bytes)
             self._needs[signature] = Need(0, most, measured=False, depends_on_data=True)
         elif signature is not None:
             self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True)
+
+
+def _is_convolution(signature: Hashable) -> bool:
+    return isinstance(signature, tuple) and "convolution" in str(signature[0])
 
 
 def _is_on(device_type: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -126,7 +126,11 @@ class Executor:
         self._budget = budget_bytes
         self._too_small = too_small
         self._convolutions = Convolutions() if convolutions is None else convolutions
-        self._needs = OpNeeds(ledger.device_type, open_convolutions=self._convolutions.take_what_is_free)
+        self._needs = OpNeeds(
+            ledger.device_type,
+            searched_convolutions=self._convolutions.searches,
+            open_convolutions=self._convolutions.take_what_is_free,
+        )
         self._table = OpTable()
         self._nothing = torch.empty(0, device=ledger.device)
         self._kinds: Mapping[int, Kind] = {}
