@@ -42,10 +42,14 @@ time against plain PyTorch there, the peak of live bytes, or the batch that the 
 def work_out(name: str, folder: Path, wanted: str | None = None) -> None:
     """All figures of one paper; what is done is written after each.
 
-    With `wanted`, only figures with that in their name; the other rows stay as they are in the folder.
+    With `wanted`, only figures with that in their name; the other rows stay as they are in the folder, and "later"
+    says where the new ones were worked out.
     """
     path = folder / f"paper-{name}.json"
-    rows: list[dict[str, Any]] = [] if wanted is None else json.loads(path.read_text())["rows"]
+    document: dict[str, Any] = {"environment": environment(), "paper": name, "later": {}, "rows": []}
+    if wanted is not None:
+        document |= json.loads(path.read_text())
+    rows: list[dict[str, Any]] = [asdict(_row(row)) for row in document["rows"]]
     lab = Lab(measurer=measurer_here())
     for figure in figures_of(name):
         if wanted is not None and wanted not in figure.name:
@@ -58,7 +62,9 @@ def work_out(name: str, folder: Path, wanted: str | None = None) -> None:
                 rows.append(asdict(row))
             numbers = (in_words(number, row.unit) or "-" for number in (row.reported, row.plain, row.own, row.auto))
             print(f"{name}: {row.claim}, {row.setting}:", *numbers, flush=True)
-        write(path, {"environment": environment(), "paper": name, "rows": rows})
+        if wanted is not None:
+            document["later"][figure.name] = environment()
+        write(path, document | {"rows": rows})
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -78,8 +84,12 @@ def tables(folder: Path) -> Iterator[str]:
             yield from map(_line, document["rows"])
 
 
+def _row(document: Mapping[str, Any]) -> Row:
+    return Row(**{**document, "unit": Unit(document["unit"])})
+
+
 def _line(document: Mapping[str, Any]) -> str:
-    row = Row(**{**document, "unit": Unit(document["unit"])})
+    row = _row(document)
     numbers = [in_words(number, row.unit) for number in (row.reported, row.plain, row.own, row.auto)]
     speed = "" if row.auto_samples_per_second is None else f"{row.auto_samples_per_second:.1f}"
     remarks = "; ".join(filter(None, (row.source, row.note, "" if row.fits else "auto does not fit")))

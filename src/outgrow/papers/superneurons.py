@@ -166,9 +166,9 @@ FIGURES: Sequence[Figure] = (
     Figure("the deepest ResNet", _depth),
     Figure("ResNet-2504", _resnet_2504),
     Figure("AlexNet's peak", _alexnet),
-    Figure("dynamic workspaces", _dynamic_workspace),
     *(
         Figure(f"{name}'s largest batch", partial(_largest_batch, name, next_best, reported))
         for name, next_best, reported in _BATCHES
     ),
+    Figure("dynamic workspaces", _dynamic_workspace),
 )

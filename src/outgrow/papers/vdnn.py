@@ -153,8 +153,8 @@ FIGURES: Sequence[Figure] = (
     Figure("GoogLeNet's average memory", partial(_average_memory, "googlenet", 0.95, f"{_V3}, at most")),
     Figure("VGG-16 on a K40c", partial(_vgg_16, "K40c", 0.22, _V1)),
     Figure("VGG-16 on a Titan X", partial(_vgg_16, "Titan X", 0.18, _V3)),
+    *(Figure(f"VGG-{depth}", partial(_deep_vgg, depth)) for depth in (116, 216, 316, 416)),
     Figure("vDNN-all with memory-optimal algorithms", partial(_memory_optimal, "vdnn-all", 0.58)),
     Figure("vDNN-conv with memory-optimal algorithms", partial(_memory_optimal, "vdnn-conv", 0.55)),
     Figure("VGG-16 by workspace", partial(_vgg_16_by_workspace, "Titan X")),
-    *(Figure(f"VGG-{depth}", partial(_deep_vgg, depth)) for depth in (116, 216, 316, 416)),
 )
