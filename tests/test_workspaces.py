@@ -156,7 +156,7 @@ def test_without_a_kind_nothing_changes() -> None:
     assert plan.simulate().step_seconds == sum(op_seconds(op, TITAN_X) for op in vgg().ops)
 
 
-@pytest.mark.parametrize("policy", ["auto", "vdnn-dyn", "vdnn-all", "superneurons", "lru"])
+@pytest.mark.parametrize("policy", ["auto", "vdnn-dyn", "vdnn-all", "superneurons"])
 def test_dynamic_workspaces_are_as_good_as_either_end_at_every_budget(policy: str) -> None:
     peak = plain_profile(costed(vgg(), TITAN_X)).peak_bytes
     seconds: list[float] = []
@@ -196,8 +196,8 @@ def test_the_largest_batch_depends_on_what_convolutions_hold() -> None:
     sizes: dict[str, int] = {}
     for kind in KINDS:
         found = largest(
-            lambda batch: fake("vgg-16", batch, 64),
-            budget_bytes=1 << 30,
+            lambda batch: fake("resnet-18", batch, 64),
+            budget_bytes=256 << 20,
             hardware=TITAN_X,
             policy="keep",
             workspace=find_workspace(kind),
@@ -229,17 +229,17 @@ def test_plan_compare_and_limits_take_a_workspace(capsys: pytest.CaptureFixture[
         found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
         return found
 
-    seconds = {kind: said("plan", "vgg-11", *sizes, "--workspace", kind) for kind in KINDS}
+    seconds = {kind: said("plan", "vgg-16", *sizes, "--workspace", kind) for kind in KINDS}
     assert [seconds[kind]["workspace"] for kind in KINDS] == list(KINDS)
     assert seconds["memory"]["predicted_step_seconds"] > seconds["dynamic"]["predicted_step_seconds"]
     assert len({seconds[kind]["plain_step_seconds"] for kind in ("memory", "speed")}) == 1
     ratios = {
-        kind: said("compare", "vgg-11", "--budgets", "100", "--policies", "vdnn-all", *sizes, "--workspace", kind)
+        kind: said("compare", "vgg-16", "--budgets", "100", "--policies", "vdnn-all", *sizes, "--workspace", kind)
         for kind in ("memory", "dynamic")
     }
     slow, quick = (ratios[kind]["predicted"]["points"][0]["time_ratio"] for kind in ("memory", "dynamic"))
     assert slow > quick
-    found = said("limits", "vgg-11", "--budget", "1GiB", *sizes, "--workspace", "memory", "--policy", "keep")
+    found = said("limits", "vgg-16", "--budget", "2GiB", *sizes, "--workspace", "memory", "--policy", "keep")
     assert found["workspace"] == "memory"
     assert found["batch"] > 16
 
@@ -247,11 +247,11 @@ def test_plan_compare_and_limits_take_a_workspace(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("plan", "vgg-11", "--workspace", "dynamic"), "plan for a GPU"),
-        (("compare", "vgg-11", "--workspace", "dynamic"), "--hardware"),
-        (("limits", "vgg-11", "--workspace", "dynamic"), "--hardware"),
-        (("plan", "vgg-11", "--workspace", "fast", "--hardware", "k40c"), "memory"),
-        (("train", "vgg-11", "--workspace", "speed", "--budget", "1GiB"), "--device cuda"),
+        (("plan", "vgg-16", "--workspace", "dynamic"), "plan for a GPU"),
+        (("compare", "vgg-16", "--workspace", "dynamic"), "--hardware"),
+        (("limits", "vgg-16", "--workspace", "dynamic"), "--hardware"),
+        (("plan", "vgg-16", "--workspace", "fast", "--hardware", "k40c"), "memory"),
+        (("train", "vgg-16", "--workspace", "speed", "--budget", "1GiB"), "--device cuda"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,7 +393,7 @@ def test_a_convolution_that_finds_no_room_for_any_algorithm_is_a_page_fault(monk
     usual = Executor._measured_call
 
     def failing(executor: Executor, func: Any, *rest: Any) -> Any:
-        if "convolution" in str(func) and len(failed) < 1 and executor._pool._entries:
+        if "convolution" in str(func) and not failed and len(executor._pool._entries) > 10:
             failed.append(str(func))
             Watched.refused += 1
             raise RuntimeError("FIND was unable to find an engine to execute this computation")

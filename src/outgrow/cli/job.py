@@ -96,7 +96,8 @@ class Job:
         model = self.network.build(self.shape.image_size, self.shape.classes)
         if self.channels_last:
             _use_channels_last(model)
-        model = model.to(self.device)  # weights are drawn on the CPU: the same ones on every device
+        if self.device != "cpu":  # a fake model cannot be moved, not even to where it is
+            model = model.to(self.device)  # weights are drawn on the CPU: the same ones on every device
         return model.train(), self._optimizer(model)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -124,7 +124,7 @@ def _largest_batch(name: str, next_best: int, reported: int, lab: Lab) -> Sequen
 
 def _dynamic_workspace(lab: Lab) -> Sequence[Row]:
     """What workspaces out of the bytes that are free right then are worth, in pools of two sizes."""
-    k40, batch = gpu("K40c"), 512
+    k40, batch = gpu("K40c"), 1024
     trace = lab.trace("alexnet", batch)
     rows: list[Row] = []
     for gibibytes in (3, 5):
