@@ -33,6 +33,7 @@ TRAIN_KEYS = {
     "highest_peak_bytes",
     "rss_peak_bytes",
     "baseline_rss_bytes",
+    "device_peak_bytes",
     "step_seconds",
     "losses",
     "parameters_sha256",
