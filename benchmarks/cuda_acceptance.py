@@ -8,6 +8,7 @@ Sections, each of which may fail without losing the others; the file is written 
 - budgets: `max_memory_allocated` against the budget, and reserved memory against 1.05 of it, at sizes that matter.
 - time: steps that take turns with plain PyTorch and with what users would do, each at the peer's measured peak.
 - overlap: the share of its copies' time for which the device did not stand still.
+- workspaces: what each kind of `workspace=` takes and how fast it is, at the same budget.
 - deep: ResNet-2504 at batch 16 in 12 GB, which is what a Titan X or a K40 has: 12 GiB.
 
 Everything that trains is a process of its own (`cuda_worker.py`), with expandable segments unless the environment
@@ -59,6 +60,7 @@ _BUDGETS: tuple[tuple[str, int, int, float], ...] = (
     ("gpt-12x768", 1024, 8, 0.5),
 )
 _TIMED = (("resnet-50", 224, 128), ("gpt-12x768", 1024, 8))
+_KINDS = (None, "memory", "speed", "dynamic")
 _PEERS = ("per_block", "selective", "save_on_cpu")
 _ROUNDS = 4
 _STEPS_A_ROUND = 3
@@ -354,6 +356,33 @@ class Bench:
             self.say(f"{policy}: {ours.get('hidden_share')} of the copies' time is hidden")
         return rows
 
+    def workspaces(self) -> list[dict[str, Any]]:
+        """VGG-16, whose convolutions want the largest workspaces, by what they may hold."""
+        rows: list[dict[str, Any]] = []
+        spec = Spec("vgg-16", 224, 128)
+        for share in (0.8, 1.2):
+            try:
+                with Worker(spec) as plain:
+                    peak = plain.run(3, 60)["peak_allocated"]
+            except WorkerFailed as error:
+                self.say(str(error))
+                return [{"failure": str(error)}]
+            budget = int(peak * share)
+            for kind in _KINDS:
+                row: dict[str, Any] = {"workspace": kind, "share": share, "budget": budget}
+                try:
+                    with Worker(replace(spec, budget=budget, workspace=kind)) as worker:
+                        row["measured"] = ours = worker.run(_WARMUP + 4, 120)
+                except WorkerFailed as error:
+                    self.say(f"workspace {kind}: {error}")
+                    rows.append(row | {"failure": str(error), "least_bytes": error.least_bytes})
+                    continue
+                row["step_seconds"] = median(ours["seconds"][_WARMUP:])
+                self.judge(ours["peak_allocated"] <= budget, f"workspace {kind}: peak over the budget at {share:.0%}")
+                self.say(f"workspace {kind} at {share:.0%}: {row['step_seconds']:.3f} s a step")
+                rows.append(row)
+        return rows
+
     def deep(self) -> dict[str, Any]:
         """ResNet-2504 at batch 16 in 12 GB."""
         spec = Spec("resnet-2504", 224, 16, budget=_TWELVE_GB, channels_last=True)
@@ -381,7 +410,7 @@ def gpu() -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the figures; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("equality", "time", "budgets", "overlap", "deep")
+    names = ("equality", "time", "budgets", "overlap", "workspaces", "deep")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cuda.json"), help="a JSON file")
     parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     given = parser.parse_args(arguments)

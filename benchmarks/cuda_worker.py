@@ -34,7 +34,7 @@ class Spec:
 
     `peer` is a function of `peers.py`, or "save_on_cpu"; `budget` is one of bytes for a session. `deterministic` has
     PyTorch use algorithms that give the same bits twice. In `channels_last` order cuDNN rearranges no images: in the
-    usual one that takes workspaces as large as its operands.
+    usual one that takes workspaces as large as its operands. `workspace` is the session's.
     """
 
     network: str
@@ -46,6 +46,7 @@ class Spec:
     host_budget: str | None = None
     deterministic: bool = False
     channels_last: bool = False
+    workspace: str | None = None
 
     def to_json(self) -> str:
         """For the command line."""
@@ -80,6 +81,7 @@ class Job:
                 host_budget=spec.host_budget,
                 spill_dir=tempfile.gettempdir(),
                 allow_tmpfs=True,
+                workspace=spec.workspace,
             )
         self.count = 0
         torch.manual_seed(1)

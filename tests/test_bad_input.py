@@ -368,7 +368,7 @@ KINDS = pytest.mark.parametrize("kind", [outgrow.Plan, outgrow.Trace])
     [
         *(b"", b"garbage", b"\x00\xff\xfe\x80" * 50, b"null", b"3", b'"text"', b"[]", b"[1, 2]", b"{}", b"{" * 2000),
         *(b'{"format": "outgrow-plan-999"}', b'{"format": ["outgrow-plan-1"]}', b'{"format": "outgrow-trace-999"}'),
-        *(b'{"format": "outgrow-plan-1"}', b'{"format": "outgrow-trace-2"}', b"[" * 200_000),
+        *(b'{"format": "outgrow-plan-1"}', b'{"format": "outgrow-trace-3"}', b"[" * 200_000),
     ],
     ids=lambda content: repr(content[:30]),
 )

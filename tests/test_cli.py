@@ -33,6 +33,7 @@ TRAIN_KEYS = {
     "highest_peak_bytes",
     "rss_peak_bytes",
     "baseline_rss_bytes",
+    "device_peak_bytes",
     "step_seconds",
     "losses",
     "parameters_sha256",
@@ -193,7 +194,7 @@ def test_a_budget_is_held_and_changes_no_bit(result, tight_budget):
     assert managed["losses"] == plain["losses"]
     assert managed["parameters_sha256"] == plain["parameters_sha256"]
     assert managed["policy"] != "plain"
-    assert all(managed[key] is not None for key in TRAIN_KEYS)
+    assert {key for key in TRAIN_KEYS if managed[key] is None} == {"device_peak_bytes"}  # a GPU's
 
 
 @pytest.fixture

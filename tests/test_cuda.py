@@ -7,6 +7,7 @@ of them.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,8 +19,11 @@ import torch
 from torch import nn
 
 import outgrow
+from outgrow.cli.main import run
+from outgrow.cost.measure import measure_gpu
 from outgrow.errors import BudgetTooSmall
 from outgrow.networks import find
+from outgrow.papers.trial import Trial, measurer_here
 from outgrow.planning.policies import Policy
 from steps import RandomDecisions, RecomputeAll
 
@@ -255,6 +259,67 @@ def test_dropout_draws_the_same_numbers() -> None:
     ours = train_in_session(Dropping, int(plain.peak_bytes * 0.75), RecomputeAll(), 8)
     assert_equal(ours, plain)
     assert ours.recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("kind", [None, "memory", "speed", "dynamic"])
+def test_workspaces_stay_inside_the_budget_and_change_last_bits_at_most(
+    plain_runs: dict[tuple[str, int, int], Outcome], kind: str | None
+) -> None:
+    name, size, batch = "vgg-16", 96, 16
+    plain = plain_of(plain_runs, name, size, batch)
+
+    def make() -> Training:
+        return Training(name, size, batch)
+
+    budget = int(plain.peak_bytes * 0.9)
+    ours = train_in_session(make, budget, steps=8, workspace=kind)
+    assert torch.backends.cudnn.benchmark is False
+    assert ours.peak_bytes <= budget
+    if kind in (None, "memory"):
+        assert ours.losses == plain.losses[:8]
+    else:
+        assert ours.losses == pytest.approx(plain.losses[:8], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["speed", "dynamic"])
+def test_a_search_for_algorithms_is_no_page_fault(kind: str) -> None:
+    """cuDNN is refused memory while it looks for what fits; that is no sign that the plan holds too much."""
+    training = Training("vgg-16", 96, 16)
+    fresh()
+    with outgrow.Session(training.model, training.optimizer, budget="2GiB", workspace=kind, **PLACE) as session:
+        for k in range(8):
+            with session.step():
+                training.step(k)
+        assert session.summary().oom_retries == 0
+
+
+def test_a_model_trains_on_the_gpu_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("train", "resnet-18", "--device", "cuda", "--image-size", "64", "--batch", "16", "--steps", "4")
+    results = []
+    for more in ((), ("--budget", "2GiB", "--spill-dir", tempfile.gettempdir(), "--allow-tmpfs")):
+        assert run((*arguments, *more, "--json")) == 0
+        results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    plain, ours = results
+    assert ours["losses"] == plain["losses"]
+    assert 0 < ours["device_peak_bytes"] <= 2 << 30
+    assert plain["device_peak_bytes"] > 0
+
+
+def test_a_figure_of_a_paper_is_measured_here() -> None:
+    measurer = measurer_here()
+    assert measurer is not None
+    found = measurer(Trial("resnet-18", 16, 2 << 30, against_plain=True))
+    assert found is not None
+    assert found.peak_bytes <= 2 << 30
+    assert found.slower is not None
+
+
+def test_the_link_is_measured_each_way() -> None:
+    hardware = measure_gpu(DEVICE)
+    assert hardware.device_type == "cuda"
+    assert hardware.memory_bytes == torch.cuda.mem_get_info(DEVICE)[1]
+    # PCIe 2.0 at the least, NVLink to the host at the most.
+    assert all(1e9 < speed < 1e12 for speed in (hardware.copy_out_bandwidth, hardware.copy_in_bandwidth))
 
 
 def test_the_wall_goes_with_the_session() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from outgrow.networks import find
 from outgrow.papers import figures_of, papers
 from outgrow.papers.figure import Unit, in_words
 from outgrow.papers.lab import Lab, network_wide_bytes, resnet_depth, without_state
+from outgrow.papers.trial import Measured, Trial, measurer_here, train
 from outgrow.tracing.ir import Kind, Phase
 from outgrow.tracing.liveness import plain_profile
 from outgrow.tuning.limits import largest, least_budget_of
@@ -267,6 +268,83 @@ def test_resnets_by_superneurons_rule_exist() -> None:
     assert resnet_depth(790) == 2504
 
 
+@dataclass
+class Trainer:
+    """Says what it was asked to train, and answers as it was told."""
+
+    answer: Measured | None
+    trials: list[Trial] = field(default_factory=list)
+
+    def __call__(self, trial: Trial) -> Measured | None:
+        self.trials.append(trial)
+        return self.answer
+
+
+def test_nothing_is_measured_where_there_is_no_cuda_device() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert measurer_here() is None
+    assert Lab(measurer=measurer_here()).measured("resnet-18", 4, 1 << 30) is None
+
+
+def test_a_figure_is_measured_in_its_own_setting() -> None:
+    trainer = Trainer(Measured(peak_bytes=11 << 30, step_seconds=1.1, plain_step_seconds=1.0))
+    figures = {figure.name: figure for figure in figures_of("vdnn")}
+    (slower,) = figures["VGG-16 on a Titan X"].work_out(Lab(measurer=trainer))
+    assert slower.measured == pytest.approx(0.1)
+    assert trainer.trials == [Trial("vgg-16", 256, 12 << 30, momentum=0.0, against_plain=True)]
+    unmeasured = Trainer(None)
+    (peak,) = figures["VGG-116"].work_out(Lab(measurer=unmeasured))
+    assert peak.measured is None  # it did not train within the budget
+    assert unmeasured.trials == [Trial("vgg-116", 32, 12 << 30)]
+
+
+def test_a_trial_trains_under_auto_with_the_budget_as_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    plain = plain_profile(estimate(fake("resnet-18", 4, 64), outgrow.find_hardware("k40c"))).peak_bytes
+    asked: list[dict[str, Any]] = []
+    usual = outgrow.Session
+
+    def session(*models: Any, **options: Any) -> outgrow.Session:
+        asked.append(options)
+        return usual(*models, **options)
+
+    monkeypatch.setattr(outgrow, "Session", session)
+    found = train(Trial("resnet-18", 4, 2 * plain, against_plain=True), cpu, image_size=64)
+    assert found is not None
+    assert 0 < found.peak_bytes <= 2 * plain
+    assert found.slower is not None
+    assert asked[0]["budget"] == 2 * plain
+    assert asked[0].get("policy", "auto") == "auto"
+    assert train(Trial("resnet-18", 4, plain // 20), cpu, image_size=64) is None
+    assert train(Trial("resnet-18", 4, 2 * plain), cpu, image_size=64).slower is None  # type: ignore[union-attr]
+
+
+def test_the_column_is_empty_without_a_device_and_filled_with_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = [figure for figure in figures_of("vdnn") if figure.name == "VGG-16 on a Titan X"]
+    monkeypatch.setattr("outgrow.cli.paper.figures_of", lambda name: only)
+    monkeypatch.setenv("COLUMNS", "200")
+    for trainer, says in ((None, "—"), (Trainer(Measured(1 << 30, 1.25, 1.0)), "+25.0%")):
+        monkeypatch.setattr("outgrow.cli.paper.measurer_here", lambda trainer=trainer: trainer)
+        assert run(("paper", "vdnn")) == 0
+        assert says in capsys.readouterr().out
+
+
+def test_vdnns_variants_differ_by_what_convolutions_hold() -> None:
+    figures = {figure.name: figure for figure in figures_of("vdnn")}
+    rows = figures["VGG-16 by workspace"].work_out(Lab())
+    own = {(row.policy, row.claim.rpartition(" ")[2]): row.own for row in rows}
+    assert own["vdnn-dyn", "dynamic"] is not None
+    assert own["vdnn-all", "(m)"] is not None
+    assert own["vdnn-dyn", "dynamic"] < own["vdnn-all", "(m)"]
+    for name, loss in (("vDNN-all with memory-optimal algorithms", 0.58), ("vDNN-conv with", 0.55)):
+        (row,) = next(figures[key] for key in figures if key.startswith(name)).work_out(Lab())
+        assert row.reported == pytest.approx(1 / (1 - loss) - 1)
+        assert row.own == pytest.approx(row.reported, rel=0.35)
+
+
 # --- this machine ---
 
 
@@ -297,3 +375,74 @@ def test_doctor_measures_and_remembers(result: Json) -> None:
     assert hardware.copy_out_bandwidth != hardware.copy_in_bandwidth
     assert len(found["devices"]) == len(profiles())
     assert found["findings"]["PyTorch"] == torch.__version__
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> outgrow.Hardware:
+    """PyTorch says that there are two GPUs of one name; they are measured as told."""
+    found = replace(
+        outgrow.find_hardware("h200"), name="NVIDIA H200 NVL", copy_out_bandwidth=5.1e10, copy_in_bandwidth=5.3e10
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: found.name)
+    monkeypatch.setattr("outgrow.cli.doctor.measure_gpu", lambda device: found)
+    monkeypatch.setattr("outgrow.cli.doctor.measure_machine", lambda *a, **k: outgrow.find_hardware("k40c"))
+    return found
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_doctor_measures_a_gpu_and_its_link_once_for_each_name_and_remembers_it(
+    one_gpu: outgrow.Hardware, result: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", 0)
+    assert measure.remembered_gpu(device) is None
+    found = result("doctor")
+    assert [outgrow.Hardware.from_document(gpu["hardware"]) for gpu in found["gpus"]] == [one_gpu]
+    assert Path(found["gpus"][0]["remembered_in"]).name == "gpu-nvidia-h200-nvl.json"
+    # Sessions and plans reckon with it, and measure nothing.
+    assert measure.remembered_gpu(device) == one_gpu == measure.this_gpu(device, spare_bytes=0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "another")
+    assert measure.remembered_gpu(device) is None
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_doctor_prints_the_link_both_ways(one_gpu: outgrow.Hardware, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(("doctor",)) == 0
+    said = capsys.readouterr().out
+    assert all(text in said for text in (one_gpu.name, "51.0 GB/s", "53.0 GB/s"))
+
+
+def test_doctor_has_no_gpus_where_there_are_none(
+    own_cache: Path, result: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("outgrow.cli.doctor.measure_machine", lambda *a, **k: outgrow.find_hardware("k40c"))
+    assert result("doctor")["gpus"] == []
+    assert [path.name for path in own_cache.rglob("*.json")] == ["machine.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("train", "resnet-18", "--device", "cuda"), "sees no CUDA device here"),
+        (("plan", "resnet-18", "--device", "cuda"), "sees no CUDA device here"),
+        (("plan", "resnet-18", "--device", "cuda", "--hardware", "k40c"), "leave --hardware away"),
+        (("train", "resnet-18", "--device", "tpu"), "cuda"),
+    ],
+)
+def test_a_device_that_is_not_here_is_one_line(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_training_on_the_cpu_is_the_default_and_says_nothing_of_a_gpu(result: Json) -> None:
+    usual = result("train", "resnet-18", "--image-size", "32", "--batch", "2", "--steps", "2")
+    named = result("train", "resnet-18", "--image-size", "32", "--batch", "2", "--steps", "2", "--device", "cpu")
+    assert usual["device_peak_bytes"] is None
+    assert usual["parameters_sha256"] == named["parameters_sha256"]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from outgrow.errors import UnknownNetwork as UnknownNetwork
     from outgrow.errors import UnknownPaper as UnknownPaper
     from outgrow.errors import UnknownPolicy as UnknownPolicy
+    from outgrow.errors import UnknownWorkspace as UnknownWorkspace
     from outgrow.errors import UnsupportedDevice as UnsupportedDevice
     from outgrow.errors import UnsupportedModel as UnsupportedModel
     from outgrow.planning.plan import Plan as Plan
@@ -74,6 +75,7 @@ _HOMES = {
     "UnknownNetwork": "errors",
     "UnknownPaper": "errors",
     "UnknownPolicy": "errors",
+    "UnknownWorkspace": "errors",
     "UnsupportedDevice": "errors",
     "UnsupportedModel": "errors",
     "find_hardware": "cost.profiles",

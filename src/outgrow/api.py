@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
+from outgrow.cost.workspaces import find_workspace
 from outgrow.errors import TraceMismatch
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
-from outgrow.planning.problem import Problem
+from outgrow.planning.workspaces import plan_with
 from outgrow.reporting.page import write_report
 from outgrow.reporting.subject import Subject
 from outgrow.tracing.ir import Trace
 from outgrow.units import parse_bytes
 
 
-def plan(trace: Trace, *, budget: int | str, policy: str | Policy = "auto", hardware: Hardware | None = None) -> Plan:
+def plan(
+    trace: Trace,
+    *,
+    budget: int | str,
+    policy: str | Policy = "auto",
+    hardware: Hardware | None = None,
+    workspace: str | None = None,
+) -> Plan:
     """Make a plan for a traced step.
 
     Args:
@@ -24,13 +31,20 @@ def plan(trace: Trace, *, budget: int | str, policy: str | Policy = "auto", hard
         budget: the most that live bytes may reach: bytes, or a string such as "8GiB" or "60%" (of the device).
         policy: the name of a policy, or a `Policy` of your own.
         hardware: the device to plan for; the machine at hand is measured if it is left out.
+        workspace: how much memory convolutions may take for their work on a GPU: "memory" (none: the slowest
+            algorithm), "speed" (what the fastest algorithm wants, and values leave for it), or "dynamic" (at each
+            convolution the fastest algorithm whose workspace fits the bytes that are free). Left out, each is as fast
+            as with the fastest algorithm and holds nothing.
 
     Raises:
         InvalidBudget: the budget cannot be read.
         UnknownPolicy: there is no such policy.
-        TraceMismatch: the trace was measured on another kind of device.
+        UnknownWorkspace: there are no such workspaces, or none on this device.
+        TraceMismatch: the trace was measured on another kind of device, or measured at all where a kind of workspace
+            is given.
     """
     maker = find(policy) if isinstance(policy, str) else policy
+    kind = find_workspace(workspace)
     if hardware is None:
         from outgrow.cost.measure import this_machine  # measuring needs torch, planning does not
 
@@ -41,7 +55,7 @@ def plan(trace: Trace, *, budget: int | str, policy: str | Policy = "auto", hard
             "other devices from a fake trace (outgrow.trace(..., fake=True))"
         )
     budget_bytes = parse_bytes(budget, total_bytes=hardware.memory_bytes)
-    return maker.plan(Problem(estimate(trace, hardware), hardware, budget_bytes))
+    return plan_with(maker, trace, hardware, budget_bytes, kind)
 
 
 def report(plan: Plan, path: str | Path, *, title: str | None = None) -> None:

@@ -124,6 +124,10 @@ class UnknownPolicy(OutgrowError, ValueError):
     """No policy has this name."""
 
 
+class UnknownWorkspace(OutgrowError, ValueError):
+    """Convolutions cannot be told to take workspaces of this kind, or not on this device."""
+
+
 class UnsupportedModel(OutgrowError, ValueError):
     """The model keeps its parameters in a way that Outgrow cannot manage: sharded over processes, say."""
 

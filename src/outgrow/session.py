@@ -20,7 +20,15 @@ from torch.nn.parameter import UninitializedParameter
 
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_gpu, this_machine
-from outgrow.errors import BudgetTooSmall, DeviceOutOfMemory, SessionError, SpillError, UnsupportedDevice
+from outgrow.cost.workspaces import Workspace, find_workspace
+from outgrow.errors import (
+    BudgetTooSmall,
+    DeviceOutOfMemory,
+    SessionError,
+    SpillError,
+    UnknownWorkspace,
+    UnsupportedDevice,
+)
 from outgrow.learning import Planner, StepKind, in_a_line, keeps_everything
 from outgrow.parallel import Wrappers, refuse_sharded
 from outgrow.planning.floor import least_budget
@@ -31,6 +39,7 @@ from outgrow.planning.simulate import Prediction
 from outgrow.reporting.page import write_report
 from outgrow.reporting.subject import Subject
 from outgrow.runtime.backend import open_backend
+from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.executor import Executor, StepOutcome
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Verdicts
@@ -87,6 +96,7 @@ class Session:
         spill_dir: str | Path | None = None,
         allow_tmpfs: bool = False,
         least_moved_bytes: int = LEAST_MOVED_BYTES,
+        workspace: str | None = None,
     ) -> None:
         """Open a session.
 
@@ -105,12 +115,18 @@ class Session:
             spill_dir: a folder on a disk for what is offloaded; default: the system's folder for temporary files.
             allow_tmpfs: take a spill folder that is in RAM all the same.
             least_moved_bytes: smaller values stay where they are, in bytes.
+            workspace: of a model on a GPU, how convolutions get memory for their work. None: as without a session, so
+                that results are plain PyTorch's to the bit. "memory": with `torch.backends.cudnn.benchmark` off in
+                the step. "speed": with it on, and values leave for the workspace of the fastest algorithm. "dynamic":
+                with it on, and each convolution takes the fastest algorithm whose workspace is free at that moment.
+                The last two may differ from plain PyTorch, and from each other's runs, in the last bits.
 
         Raises:
             InvalidBudget: the budget cannot be read.
             BudgetTooSmall: it does not even hold the training state.
             HostBudgetTooSmall: the host budget does not even hold the buffers on the way to the disk.
             UnknownPolicy: there is no such policy.
+            UnknownWorkspace: there are no such workspaces, or the model is on the CPU.
             SpillError: the spill folder cannot be used.
             SessionError: another session is open over this model, there is a host budget for a model on the CPU, or
                 the plan is for another budget or device.
@@ -125,6 +141,8 @@ class Session:
         self._device = _device_of(self._models)
         if least_moved_bytes < 1:
             raise SessionError(f"least_moved_bytes is {least_moved_bytes}: it must be 1 or more")
+        convolutions = Convolutions(_workspace_of(self._device, workspace))
+        self._watches_all = convolutions.searches
         host_bytes = _host_bytes(self._device, host_budget)
         self.budget_bytes = parse_bytes(budget, total_bytes=_memory_of(self._device))
         _refuse_foreign_plan(plan, self.budget_bytes, self._device)
@@ -165,6 +183,7 @@ class Session:
             self._too_small,
             self._gradients,
             backend.clock,
+            convolutions,
         )
         self._hardware: Hardware | None = None
         self._kinds: list[StepKind] = []
@@ -302,7 +321,7 @@ class Session:
         records = kind is None or not kind.steady or self._recordings_left > 0 or awaits_stranger
         self._modules = ModuleNames(self._models if records else ())
         self._recorder = Recorder(self._ledger, self._modules, kinds) if records else None
-        watch = records or plan is None or self._wary or not keeps_everything(plan)
+        watch = records or plan is None or self._wary or self._watches_all or not keeps_everything(plan)
         verdicts = Verdicts() if kind is None else kind.verdicts
         with ExitStack() as undo:
             if self._recorder is not None:
@@ -590,6 +609,16 @@ def _memory_of(device: torch.device) -> int:
     if device.type == "cpu":
         return int(psutil.virtual_memory().total)
     return int(torch.cuda.mem_get_info(device)[1])
+
+
+def _workspace_of(device: torch.device, workspace: str | None) -> Workspace | None:
+    kind = find_workspace(workspace)
+    if kind is not None and device.type == "cpu":
+        raise UnknownWorkspace(
+            f"workspace={workspace!r} is for models on a GPU: this one is on the CPU, where a convolution has one "
+            "way to run, and what oneDNN holds for it is kept inside the budget as it is. Leave workspace out"
+        )
+    return kind
 
 
 def _host_bytes(device: torch.device, wanted: int | str | None) -> int | None:

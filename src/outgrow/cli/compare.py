@@ -52,6 +52,8 @@ def compare(
         as_json: print JSON rather than a table.
         report: where a page with the points goes; None writes none.
     """
+    if options.workspace is not None and hardware is None:
+        raise OptionError("--workspace is of a GPU: name one with --hardware, or leave it out")
     if hardware is not None and rounds is not None:
         raise OptionError("--measure trains on this machine: leave --hardware away, or --measure")
     profile = None if hardware is None else find_hardware(hardware)
@@ -132,7 +134,7 @@ def _work_out(
 
         hardware = this_machine() if profile is None else profile
         trace = job.fake_trace(hardware)
-        predicted = predict(trace, hardware, pairs, on_pair=planned)
+        predicted = predict(trace, hardware, pairs, workspace=job.workspace, on_pair=planned)
         if rounds is None:
             return hardware, predicted, None
         # A session that does not fit takes fewer steps than this total.
@@ -152,6 +154,7 @@ def _heading(job: Job, hardware: Hardware) -> dict[str, Any]:
         "optimizer": job.optimizer,
         "dtype": str(job.dtype).removeprefix("torch."),
         "channels_last": job.channels_last,
+        "workspace": job.workspace,
         "hardware": hardware.to_document(),
     }
 

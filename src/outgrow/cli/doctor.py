@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rich.table import Table
 
 import outgrow
 from outgrow.cost.hardware import Hardware
-from outgrow.cost.measure import remember
+from outgrow.cost.measure import measure_gpu, remember, remember_gpu
 from outgrow.cost.profiles import profiles
 from outgrow.runtime.tiers.arena import find_arena
 from outgrow.runtime.tiers.heap import address_space_is_limited
@@ -36,16 +37,22 @@ def doctor(spill_dir: Path | None, allow_tmpfs: bool, as_json: bool) -> None:
                 status.update(f"Measuring: {what}")
 
         hardware = measure_machine(spill_dir, allow_tmpfs=allow_tmpfs, on_step=measuring)
+        gpus = _measured_gpus(measuring)
     if allow_tmpfs:
         where, problem = None, "These speeds are not kept, as --allow-tmpfs may have measured memory for a disk."
     else:
         where, problem = _remembered(hardware)
+    gpus_in = [_kept(gpu) for gpu in gpus]
     findings = _findings()
     if as_json:
         result: dict[str, Any] = {
             "hardware": hardware.to_document(),
             "remembered_in": where,
             "problem": problem or None,
+            "gpus": [
+                {"hardware": gpu.to_document(), "remembered_in": path}
+                for gpu, path in zip(gpus, gpus_in, strict=True)
+            ],
             "findings": findings,
             "devices": [
                 {"hardware": profile.hardware.to_document(), "sources": dict(profile.sources)}
@@ -56,11 +63,43 @@ def doctor(spill_dir: Path | None, allow_tmpfs: bool, as_json: bool) -> None:
         return
     stdout = Console()
     stdout.print(_speeds(hardware))
+    for gpu in gpus:
+        stdout.print(_gpu_speeds(gpu))
     stdout.print(_setup(findings))
     stdout.print(_devices())
     threads = torch.get_num_threads()
     kept = f"Plans on this machine, with {threads} threads, reckon with these speeds from now on ({where})."
     stdout.print(escape(kept if where else problem))
+    for path in filter(None, gpus_in):
+        stdout.print(escape(f"Sessions on this GPU reckon with its speeds from now on ({path})."))
+
+
+def _measured_gpus(measuring: Callable[[str], None]) -> list[Hardware]:
+    """The GPUs that are here, one of each name: alike ones have alike links."""
+    found: dict[str, Hardware] = {}
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.device("cuda", number)
+        name = torch.cuda.get_device_name(device)
+        if name not in found:
+            measuring(f"{name}, its memory and its link")
+            found[name] = measure_gpu(device)
+    return list(found.values())
+
+
+def _kept(gpu: Hardware) -> str | None:
+    try:
+        return str(remember_gpu(gpu))
+    except OSError:
+        return None
+
+
+def _gpu_speeds(gpu: Hardware) -> Table:
+    table = Table(title=escape(gpu.name), show_header=False)
+    table.add_row("float32 matrix product", f"{gpu.flops_per_second / 1e12:.1f} TFLOP/s")
+    table.add_row("memory, read plus written", f"{gpu.memory_bandwidth / 1e9:.0f} GB/s")
+    table.add_row("to pinned memory", f"{gpu.copy_out_bandwidth / 1e9:.1f} GB/s")
+    table.add_row("from pinned memory", f"{gpu.copy_in_bandwidth / 1e9:.1f} GB/s")
+    return table
 
 
 def _remembered(hardware: Hardware) -> tuple[str | None, str]:
@@ -90,7 +129,7 @@ def _findings() -> dict[str, str]:
         )
     found["CUDA"] = (
         ", ".join(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
-        or "no device: training runs on the CPU"
+        or "no device: training runs on the CPU alone"
     )
     return found
 

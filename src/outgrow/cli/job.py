@@ -16,15 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import outgrow
 from outgrow.cli.datasets import WHOLE, Batch, Part, Shape, default_data, open_data
-from outgrow.cli.options import Options
-from outgrow.cost.estimate import estimate
+from outgrow.cli.options import DeviceName, Options
 from outgrow.cost.hardware import Hardware
-from outgrow.cost.measure import this_machine
+from outgrow.cost.measure import known_gpu, this_machine
+from outgrow.cost.workspaces import Workspace, find_workspace
 from outgrow.errors import BudgetTooSmall, OutgrowError
 from outgrow.networks import Network, find
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find as find_policy
+from outgrow.planning.workspaces import costed as with_costs
 from outgrow.tracing.ir import Trace
 from outgrow.units import parse_bytes
 
@@ -59,6 +60,8 @@ class Job:
     allow_tmpfs: bool
     seed: int
     accumulation: int = 1
+    workspace: Workspace | None = None
+    device: DeviceName = "cpu"
 
     @property
     def title(self) -> str:
@@ -93,6 +96,8 @@ class Job:
         model = self.network.build(self.shape.image_size, self.shape.classes)
         if self.channels_last:
             _use_channels_last(model)
+        if self.device != "cpu":  # a fake model cannot be moved, not even to where it is
+            model = model.to(self.device)  # weights are drawn on the CPU: the same ones on every device
         return model.train(), self._optimizer(model)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -106,7 +111,9 @@ class Job:
 
     def _laid_out(self, batch: Batch) -> Batch:
         data, target = batch
-        return (data.to(memory_format=torch.channels_last), target) if self.channels_last else batch
+        if self.channels_last:
+            data = data.to(memory_format=torch.channels_last)
+        return data.to(self.device), target.to(self.device)
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, *batches: Batch) -> Tensor:
         """One training step; returns the loss, detached. Gradients of several batches add up to their mean."""
@@ -138,13 +145,14 @@ class Job:
     def _autocast(self) -> AbstractContextManager[object]:
         if self.dtype is torch.float32:
             return nullcontext()
-        return torch.autocast("cpu", dtype=self.dtype)
+        return torch.autocast(self.device, dtype=self.dtype)
 
     def make_step(self) -> outgrow.TrainingStep:
         """The step on synthetic data, everything built here: what `outgrow.trace` asks for."""
-        model, optimizer = self.build()
-        batches = [self._sample() for _ in range(self.accumulation)]
-        return outgrow.TrainingStep(model, optimizer, lambda: self.step(model, optimizer, *batches))
+        here = replace(self, device="cpu")  # the tensors are fake, and PyTorch's CPU builds make no others
+        model, optimizer = here.build()
+        batches = [here._sample() for _ in range(self.accumulation)]
+        return outgrow.TrainingStep(model, optimizer, lambda: here.step(model, optimizer, *batches))
 
     def _sample(self) -> Batch:
         return self._laid_out(self.network.sample(self.shape.batch, self.shape.image_size, self.shape.classes))
@@ -167,11 +175,13 @@ class Job:
 
     def fake_trace(self, hardware: Hardware | None = None) -> Trace:
         """The same with the times and workspaces of a device; of this machine, if it is left out."""
-        return costed(self.untimed_trace(), hardware)
+        return costed(self.untimed_trace(), hardware, self.workspace)
 
     def plan(self, trace: Trace, budget_bytes: int, hardware: Hardware | None = None) -> Plan:
         """The plan that a session with this job's policy would follow under a budget, in bytes."""
-        return outgrow.plan(trace, budget=budget_bytes, policy=self.policy, hardware=hardware)
+        return outgrow.plan(
+            trace, budget=budget_bytes, policy=self.policy, hardware=hardware, workspace=self.workspace
+        )
 
     def check_that_it_fits(self) -> None:
         """Fail before anything is allocated where no plan keeps the step inside the budget.
@@ -181,8 +191,11 @@ class Job:
         """
         if self.budget_bytes is None:
             return
-        trace = self.fake_trace()
-        floor = least_budget(self.plan(trace, self.budget_bytes).problem)
+        hardware = gpu_here() if self.device == "cuda" else None
+        # Without workspaces: what a model of them says is no reason to refuse what the session may find a way for.
+        certain = replace(self, workspace=None)
+        trace = certain.fake_trace(hardware)
+        floor = least_budget(certain.plan(trace, self.budget_bytes, hardware).problem)
         if self.budget_bytes < floor.bytes:
             raise BudgetTooSmall(self.budget_bytes, floor.bytes, floor.holders, trace.describe_op(floor.op))
 
@@ -194,9 +207,9 @@ def _use_channels_last(model: nn.Module) -> None:
             parameter.data = parameter.data.to(memory_format=torch.channels_last)
 
 
-def costed(trace: Trace, hardware: Hardware | None = None) -> Trace:
+def costed(trace: Trace, hardware: Hardware | None = None, workspace: Workspace | None = None) -> Trace:
     """A fake trace with the times and workspaces that plans reckon with on a device; on this machine by default."""
-    return estimate(trace, this_machine() if hardware is None else hardware)
+    return with_costs(trace, this_machine() if hardware is None else hardware, workspace)
 
 
 def make_job(options: Options, memory_bytes: int | None = None) -> Job:
@@ -236,7 +249,33 @@ def make_job(options: Options, memory_bytes: int | None = None) -> Job:
         allow_tmpfs=options.allow_tmpfs,
         seed=options.seed,
         accumulation=options.accumulate,
+        workspace=find_workspace(options.workspace),
+        device=options.device,
     )
+
+
+def gpu_here() -> Hardware:
+    """The GPU of this machine, as `outgrow doctor` measured it, or measured now.
+
+    Raises:
+        OptionError: there is none.
+    """
+    check_device("cuda")
+    return known_gpu(torch.device("cuda"))
+
+
+def check_device(device: DeviceName) -> None:
+    """Refuse a device that is not here.
+
+    Raises:
+        OptionError: PyTorch sees no GPU.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        why = "it was built without CUDA" if torch.version.cuda is None else "the driver or the device is missing"
+        raise OptionError(
+            f"--device cuda: PyTorch {torch.__version__} sees no CUDA device here ({why}). Train with --device cpu, "
+            "or plan for a GPU that is not here with 'outgrow plan --hardware'"
+        )
 
 
 def budget_in_bytes(budget: str | None, memory_bytes: int | None) -> int | None:

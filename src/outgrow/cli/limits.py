@@ -17,6 +17,7 @@ from outgrow.cli.options import Options
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware
+from outgrow.cost.workspaces import find_workspace
 from outgrow.networks import find
 from outgrow.planning.policies import find as find_policy
 from outgrow.tracing.ir import Trace
@@ -38,6 +39,8 @@ def limits(family: str, what: What, options: Options, hardware: str | None, as_j
 
     `hardware` names the device; None is the machine at hand.
     """
+    if options.workspace is not None and hardware is None:
+        raise OptionError("--workspace is of a GPU: name one with --hardware, or leave it out")
     device = this_machine() if hardware is None else find_hardware(hardware)
     budget = parse_bytes(options.budget or "100%", total_bytes=device.memory_bytes)
     policy = find_policy(options.policy or "auto").name
@@ -51,7 +54,13 @@ def limits(family: str, what: What, options: Options, hardware: str | None, as_j
             batch = size if what == "batch" else options.batch
             return make_job(replace(options, network=name_of(size), batch=batch, budget=None)).untimed_trace()
 
-        found = largest(trace_of, budget_bytes=budget, hardware=device, policy=policy)
+        found = largest(
+            trace_of,
+            budget_bytes=budget,
+            hardware=device,
+            policy=policy,
+            workspace=find_workspace(options.workspace),
+        )
     result = _figures(family, what, options, device, budget, policy, found, name_of)
     if as_json:
         print(json.dumps(result), flush=True)
@@ -93,6 +102,7 @@ def _figures(
         "hardware": device.name,
         "budget_bytes": budget,
         "policy": policy,
+        "workspace": options.workspace,
         "fits": found is not None,
         "network": None,
         "batch": None,
@@ -120,6 +130,8 @@ def _table(result: dict[str, Any]) -> Table:
     table.add_row("device", result["hardware"])
     table.add_row("budget", format_bytes(result["budget_bytes"]))
     table.add_row("policy", result["policy"])
+    if result["workspace"] is not None:
+        table.add_row("workspace", result["workspace"])
     if not result["fits"]:
         table.add_row("", "not even the smallest fits")
         return table

@@ -87,6 +87,8 @@ def train(
     dtype: opt.Dtype = "float32",
     channels_last: opt.ChannelsLast = False,
     accumulate: opt.Accumulate = 1,
+    device: opt.Device = "cpu",
+    workspace: opt.TrainWorkspace = None,
     followed: opt.FollowedPlan = None,
     spill_dir: opt.SpillDir = None,
     allow_tmpfs: opt.AllowTmpfs = False,
@@ -124,6 +126,8 @@ def plan(
     budget: opt.PlanBudget = None,
     policy: opt.Policy = None,
     hardware: opt.Hardware = None,
+    device: opt.Device = "cpu",
+    workspace: opt.Workspace = None,
     optimizer: opt.Optimizer = "sgd",
     momentum: opt.Momentum = None,
     lr: opt.LearningRate = None,
@@ -190,6 +194,7 @@ def compare(
     plot: opt.Plot = None,
     report: opt.Report = None,
     hardware: opt.Hardware = None,
+    workspace: opt.Workspace = None,
     optimizer: opt.Optimizer = "sgd",
     momentum: opt.Momentum = None,
     lr: opt.LearningRate = None,
@@ -300,6 +305,7 @@ def limits(
     family: opt.FamilyArgument,
     what: opt.What = "batch",
     hardware: opt.Hardware = None,
+    workspace: opt.Workspace = None,
     budget: opt.LimitsBudget = None,
     policy: opt.Policy = None,
     batch: opt.Batch = 16,
@@ -321,15 +327,18 @@ def limits(
 
 
 @app.command()
-def paper(name: opt.PaperArgument, as_json: opt.Json = False) -> None:
+def paper(name: opt.PaperArgument, workspace: opt.Workspace = None, as_json: opt.Json = False) -> None:
     """Work out the figures of a paper anew, on the paper's GPU.
 
     One row a figure: the paper's number, plain PyTorch, the paper's policy
     and auto, all simulated from fake traces. superneurons takes half an hour.
+    With --workspace convolutions hold workspaces in all of them; figures that are about workspaces have their own.
+
+    Where there is a CUDA device, another column has what auto measures there, within the paper's budget.
     """
     from outgrow.cli.paper import paper as run_paper
 
-    run_paper(name, as_json)
+    run_paper(name, as_json, workspace)
 
 
 @app.command(hidden=True)

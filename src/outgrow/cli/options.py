@@ -11,6 +11,8 @@ import typer
 
 OptimizerName = Literal["sgd", "adamw"]
 DtypeName = Literal["float32", "bfloat16"]
+WorkspaceName = Literal["memory", "speed", "dynamic"]
+DeviceName = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Options:
     allow_tmpfs: bool = False
     seed: int = 0
     accumulate: int = 1
+    workspace: WorkspaceName | None = None
+    device: DeviceName = "cpu"
 
 
 # Parameters of commands whose name is not that of the field.
@@ -273,6 +277,30 @@ Hardware = Annotated[
         help="Plan for another device, for example k40c, titan-x, v100, 'a100 80gb' or h200; "
         "'outgrow doctor' lists them.",
         show_default="this machine",
+    ),
+]
+Workspace = Annotated[
+    WorkspaceName | None,
+    typer.Option(
+        help="What convolutions may hold for their work on a GPU of --hardware: memory (nothing, at the slowest "
+        "algorithm), speed (what the fastest wants), or dynamic (at each one the fastest that fits the bytes that "
+        "are free right then).",
+        show_default="the fastest, as if it held nothing",
+    ),
+]
+TrainWorkspace = Annotated[
+    WorkspaceName | None,
+    typer.Option(
+        help="With --device cuda: what convolutions may hold for their work. memory: nothing; speed: the fastest "
+        "algorithm comes first; dynamic: what is free. All three may differ from plain PyTorch in the last bits.",
+        show_default="what PyTorch takes by itself",
+    ),
+]
+Device = Annotated[
+    DeviceName,
+    typer.Option(
+        help="Where to train; the budget is of that device's memory. A GPU is never taken unasked, as 'outgrow plan' "
+        "without --hardware is for this machine's CPU.",
     ),
 ]
 LimitsBudget = Annotated[

@@ -23,6 +23,7 @@ from outgrow.cli.memory import PeakMeter, resident_bytes, settle
 from outgrow.cli.options import Options
 from outgrow.cli.train import fingerprint, make_progress, open_session, result_of, show_step
 from outgrow.cost.hardware import Hardware
+from outgrow.cost.workspaces import Workspace, find_workspace
 from outgrow.errors import OutgrowError
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find as find_policy
@@ -39,6 +40,7 @@ _SAID_BY_THE_FILE = {
     "lr": "--lr",
     "dtype": "--dtype",
     "channels_last": "--channels-last",
+    "device": "--device",
 }
 
 
@@ -62,6 +64,7 @@ class OwnJob:
     spill_dir: Path | None
     allow_tmpfs: bool
     seed: int
+    workspace: Workspace | None = None
 
     @property
     def labels(self) -> dict[str, Any]:
@@ -108,11 +111,13 @@ class OwnJob:
     def fake_trace(self, hardware: Hardware | None = None) -> Trace:
         """The trace of one step, without its memory, with the times of a device; of this machine by default."""
         with self.blame("the step cannot be traced without its memory (a fake tensor has no numbers to look at)"):
-            return costed(outgrow.trace(self.make_step, fake=True), hardware)
+            return costed(outgrow.trace(self.make_step, fake=True), hardware, self.workspace)
 
     def plan(self, trace: Trace, budget_bytes: int, hardware: Hardware | None = None) -> Plan:
         """The plan that a session with this job's policy would follow under a budget, in bytes."""
-        return outgrow.plan(trace, budget=budget_bytes, policy=self.policy, hardware=hardware)
+        return outgrow.plan(
+            trace, budget=budget_bytes, policy=self.policy, hardware=hardware, workspace=self.workspace
+        )
 
     @contextmanager
     def blame(self, what: str) -> Iterator[None]:
@@ -162,6 +167,7 @@ def make_own_job(options: Options, given: Collection[str], memory_bytes: int | N
         spill_dir=options.spill_dir,
         allow_tmpfs=options.allow_tmpfs,
         seed=options.seed,
+        workspace=find_workspace(options.workspace),
     )
 
 

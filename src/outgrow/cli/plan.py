@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
-from outgrow.cli.job import make_job
+from outgrow.cli.job import OptionError, gpu_here, make_job
 from outgrow.cli.options import Options
 from outgrow.cli.outputs import NO_OUTPUTS, Outputs
 from outgrow.cli.own import is_own, make_own_job
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware
+from outgrow.cost.workspaces import Workspace
+from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
 from outgrow.reporting.subject import Subject
 from outgrow.tracing.ir import Trace
@@ -33,6 +36,8 @@ class Planned(Protocol):
     def title(self) -> str: ...
     @property
     def budget_bytes(self) -> int | None: ...
+    @property
+    def workspace(self) -> Workspace | None: ...
     def settings(self) -> dict[str, str]: ...
     def fake_trace(self, hardware: Hardware | None = None) -> Trace: ...
     def plan(self, trace: Trace, budget_bytes: int, hardware: Hardware | None = None) -> Plan: ...
@@ -52,6 +57,10 @@ def plan(
     """
     outputs.check()
     device = None if hardware is None else find_hardware(hardware)
+    if options.device == "cuda":
+        if device is not None:
+            raise OptionError("--device cuda plans for the GPU that is here: leave --hardware away, or --device")
+        device = gpu_here()
     memory = None if device is None else device.memory_bytes
     job: Planned = make_own_job(options, given, memory) if is_own(options.network) else make_job(options, memory)
     stderr = Console(stderr=True)
@@ -80,6 +89,7 @@ def figures(job: Planned, trace: Trace, made: Plan) -> dict[str, Any]:
     return {
         **job.labels,
         "hardware": made.problem.hardware.name,
+        "workspace": job.workspace,
         "policy": made.policy,
         "budget_bytes": made.budget_bytes,
         "plain_peak_bytes": profile.peak_bytes,
@@ -91,7 +101,8 @@ def figures(job: Planned, trace: Trace, made: Plan) -> dict[str, Any]:
         "average_bytes": prediction.average_bytes,
         "plain_average_bytes": profile.average_bytes,
         "feasible": prediction.feasible,
-        "least_budget_bytes": made.least_budget_bytes,
+        # Of what is certain: workspaces that a plan takes where bytes are free are none that it needs.
+        "least_budget_bytes": least_budget(replace(made.problem, trace=trace)).bytes,
         "decisions": made.decisions_summary(),
     }
 
@@ -100,6 +111,8 @@ def result_table(result: dict[str, Any]) -> Table:
     """The figures for people."""
     sizes = {"batch": result["batch"], "size": result["image_size"]}
     known = [f"{name} {size}" for name, size in sizes.items() if size is not None]
+    if result["workspace"] is not None:
+        known.append(f"workspace {result['workspace']}")
     title = ", ".join((result["network"], *known, result["hardware"]))
     table = Table(title=title)
     table.add_column("")

@@ -15,6 +15,7 @@ import outgrow
 from outgrow.cli.interleave import PLAIN_WARMUP, SESSION_WARMUP, Run, Setup, SetupFailed, interleave, live_peak_bytes
 from outgrow.cli.options import Options
 from outgrow.cost.hardware import Hardware
+from outgrow.cost.workspaces import Workspace
 from outgrow.tracing.ir import Trace
 from outgrow.tracing.liveness import plain_profile
 
@@ -81,13 +82,21 @@ class Pair:
 
 
 def predict(
-    trace: Trace, hardware: Hardware, pairs: Sequence[Pair], *, on_pair: Callable[[Pair], None] = lambda pair: None
+    trace: Trace,
+    hardware: Hardware,
+    pairs: Sequence[Pair],
+    *,
+    workspace: Workspace | None = None,
+    on_pair: Callable[[Pair], None] = lambda pair: None,
 ) -> Curves:
-    """What the simulator says of each pair, all from one trace; `on_pair` is called after each."""
+    """What the simulator says of each pair, all from one trace; `on_pair` is called after each.
+
+    Convolutions take workspaces of that kind under the policies; the plain step is the trace's.
+    """
     profile = plain_profile(trace)
     points: list[Point] = []
     for pair in pairs:
-        points.append(_predicted(trace, hardware, pair, profile.peak_bytes))
+        points.append(_predicted(trace, hardware, pair, profile.peak_bytes, workspace))
         on_pair(pair)
     return Curves(profile.peak_bytes, sum(op.seconds for op in trace.ops), tuple(points))
 
@@ -125,9 +134,11 @@ def steps_to_measure(pairs: int, rounds: int, predicted: Curves) -> int:
     return groups * (PLAIN_WARMUP + rounds) + pairs * (SESSION_WARMUP + rounds)
 
 
-def _predicted(trace: Trace, hardware: Hardware, pair: Pair, plain_peak_bytes: int) -> Point:
+def _predicted(
+    trace: Trace, hardware: Hardware, pair: Pair, plain_peak_bytes: int, workspace: Workspace | None
+) -> Point:
     budget = pair.budget_bytes(plain_peak_bytes)
-    plan = outgrow.plan(trace, budget=budget, policy=pair.policy, hardware=hardware)
+    plan = outgrow.plan(trace, budget=budget, policy=pair.policy, hardware=hardware, workspace=workspace)
     prediction = plan.simulate()
     if not prediction.feasible:
         # Where another policy would do with this budget, what this one asks for is the peak of its plan.

@@ -23,10 +23,11 @@ from torch import nn
 
 import outgrow
 from outgrow.cli.datasets import WHOLE, Batch, Part
-from outgrow.cli.job import Job, OptionError, make_job
+from outgrow.cli.job import Job, OptionError, check_device, make_job
 from outgrow.cli.memory import PeakMeter, resident_bytes, settle
-from outgrow.cli.options import Options
+from outgrow.cli.options import DeviceName, Options
 from outgrow.cli.outputs import NO_OUTPUTS, Outputs
+from outgrow.cost.workspaces import Workspace
 from outgrow.errors import OutgrowError
 from outgrow.planning.plan import Plan
 from outgrow.progress import log_to
@@ -48,6 +49,8 @@ class Budgeted(Protocol):
     def spill_dir(self) -> Path | None: ...
     @property
     def allow_tmpfs(self) -> bool: ...
+    @property
+    def workspace(self) -> Workspace | None: ...
 
 
 class Reported(Budgeted, Protocol):
@@ -78,9 +81,12 @@ def train(
     from outgrow.cli import own  # it trains with what is here
 
     is_own = own.is_own(options.network)
-    job: Reported = own.make_own_job(options, given) if is_own else make_job(options)
+    check_device(options.device)
+    memory = torch.cuda.mem_get_info()[1] if options.device == "cuda" else None
+    job: Reported = own.make_own_job(options, given) if is_own else make_job(options, memory)
     _refuse_idle_options(options, outputs, followed)
-    _refuse_what_processes_cannot(nproc, outputs, followed, is_own)
+    _refuse_workspace_on_cpu(options, is_own)
+    _refuse_what_processes_cannot(nproc, outputs, followed, is_own, options.device)
     plan = None if followed is None else _load_plan(followed)
     outputs.check()
     stderr = Console(stderr=True)
@@ -167,6 +173,8 @@ def run(
     settle()
     baseline = resident_bytes()
     meter = PeakMeter()
+    if job.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     with ExitStack() as stack:
         model, optimizer = job.build()
         if wrap is not None:
@@ -188,7 +196,9 @@ def run(
             show_step(progress, task, job.shape.batch * job.accumulation, loss, seconds, session)
         # With one step there is none but the first.
         peak = meter.peak_bytes if steps > 1 else None
-        return result_of(job.labels, session, peak, baseline, step_seconds, losses, fingerprint(model))
+        on_device = torch.cuda.max_memory_allocated() if job.device == "cuda" else None
+        labels = job.labels | {"device_peak_bytes": on_device}
+        return result_of(labels, session, peak, baseline, step_seconds, losses, fingerprint(model))
 
 
 def result_of(
@@ -208,6 +218,8 @@ def result_of(
         **_session_figures(session),
         "rss_peak_bytes": None if rss_peak is None else rss_peak - baseline,
         "baseline_rss_bytes": baseline,
+        # PyTorch's own statistic, of a GPU alone: all steps, the first one too, with or without a session.
+        "device_peak_bytes": labels.get("device_peak_bytes"),
         "step_seconds": step_seconds,
         # JSON has no word for infinite or undefined: a loss that diverged is null.
         "losses": [loss if loss is not None and math.isfinite(loss) else None for loss in losses],
@@ -238,6 +250,7 @@ def open_session(
         plan=plan,
         spill_dir=job.spill_dir,
         allow_tmpfs=job.allow_tmpfs,
+        workspace=job.workspace,
     )
 
 
@@ -252,6 +265,8 @@ def timed_step(
     began = time.perf_counter()
     with nullcontext() if session is None else session.step():
         loss = job.step(model, optimizer, *batches)
+    if loss.is_cuda:  # the step was asked for, and is under way
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     return loss.item(), seconds
 
@@ -314,15 +329,28 @@ def _refuse_idle_options(options: Options, outputs: Outputs, followed: Path | No
         "--policy": options.policy is not None,
         "--spill-dir": options.spill_dir is not None,
         "--allow-tmpfs": options.allow_tmpfs,
+        "--workspace": options.workspace is not None,
     }
     for name, is_given in (given | dict.fromkeys(outputs.names, True)).items():
         if is_given:
             raise OptionError(f"{name} needs a --budget: without one, plain PyTorch trains")
 
 
-def _refuse_what_processes_cannot(nproc: int, outputs: Outputs, followed: Path | None, is_own: bool) -> None:
+def _refuse_workspace_on_cpu(options: Options, is_own: bool) -> None:
+    if options.workspace is not None and options.device == "cpu" and not is_own:
+        raise OptionError(
+            "--workspace is for --device cuda: on a CPU, convolutions take what oneDNN needs, and the session sees "
+            "to it"
+        )
+
+
+def _refuse_what_processes_cannot(
+    nproc: int, outputs: Outputs, followed: Path | None, is_own: bool, device: DeviceName
+) -> None:
     if nproc == 1:
         return
+    if device != "cpu":
+        raise OptionError("--nproc trains on the CPU: leave it out, or --device")
     if is_own:
         raise OptionError("--nproc is for the networks that have a name: start a step of your own with torchrun")
     if followed is not None:
@@ -393,6 +421,7 @@ def _table(result: dict[str, Any]) -> Table:
     row("peak, predicted", "predicted_peak_bytes", format_bytes)
     row("peak, measured", "measured_peak_bytes", format_bytes)
     row("peak of all steps", "highest_peak_bytes", format_bytes)
+    row("peak of the GPU's allocator", "device_peak_bytes", format_bytes)
     row("growth of the resident set", "rss_peak_bytes", format_bytes)
     row("kept", "kept_bytes", format_bytes)
     row("offloaded", "offloaded_bytes", format_bytes)

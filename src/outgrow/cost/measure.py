@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ _LINK_LATENCY_SECONDS = 2e-5
 _LAUNCH_SECONDS = 5e-6
 _MOST_MEASURED_BYTES = 16 << 20  # pinned as well, for a moment
 _LEAST_MEASURED_BYTES = 4 << 20
+_DOCTORS_BYTES = 256 << 20  # a copy that takes milliseconds, so that its start counts for nothing
 
 
 def this_machine() -> Hardware:
@@ -57,8 +59,22 @@ def this_machine() -> Hardware:
 
 
 def this_gpu(device: torch.device, spare_bytes: int) -> Hardware:
-    """A profile of a CUDA device and its link to the host, measured in at most a quarter of `spare_bytes`."""
-    room = min(_MOST_MEASURED_BYTES, spare_bytes // 8 // 4 * 4)
+    """A profile of a CUDA device and its link: what `outgrow doctor` found, else measured in the spare bytes."""
+    return remembered_gpu(device) or _measured_gpu(device, min(_MOST_MEASURED_BYTES, spare_bytes // 8 // 4 * 4))
+
+
+def known_gpu(device: torch.device) -> Hardware:
+    """The same before a session is there, in what the device has free."""
+    return this_gpu(device, torch.cuda.mem_get_info(device)[0])
+
+
+def measure_gpu(device: torch.device) -> Hardware:
+    """A profile measured at leisure, in large pinned copies each way: what `outgrow doctor` keeps."""
+    return _measured_gpu(device, min(_DOCTORS_BYTES, torch.cuda.mem_get_info(device)[0] // 8 // 4 * 4))
+
+
+def _measured_gpu(device: torch.device, room: int) -> Hardware:
+    """Measured in `room` bytes, three times: twice on the device, once in pinned memory."""
     flops_per_second, memory_bandwidth, out, back = _GPU_FLOPS, _GPU_BANDWIDTH, _LINK_BANDWIDTH, _LINK_BANDWIDTH
     if room >= _LEAST_MEASURED_BYTES:
         try:
@@ -162,19 +178,40 @@ def remember(hardware: Hardware) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    path = _profile_path()
+    return _write(_profile_path(), _machine(), hardware)
+
+
+def remember_gpu(hardware: Hardware) -> Path:
+    """Keep the profile of a GPU of this machine, by its name; the file is returned.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    return _write(_gpu_path(hardware.name), _gpu_machine(), hardware)
+
+
+def _write(path: Path, machine: Mapping[str, Any], hardware: Hardware) -> Path:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({"machine": _machine(), "hardware": hardware.to_document()}, indent=2))
+    partial.write_text(json.dumps({"machine": machine, "hardware": hardware.to_document()}, indent=2))
     os.replace(partial, path)  # whole or not at all
     return path
 
 
 def remembered() -> Hardware | None:
     """The profile that was kept for this machine; None if there is none, or if it is another machine's."""
+    return _read(_profile_path(), _machine())
+
+
+def remembered_gpu(device: torch.device) -> Hardware | None:
+    """The profile that was kept for this GPU; None if there is none, or if it was in another machine."""
+    return _read(_gpu_path(torch.cuda.get_device_name(device)), _gpu_machine())
+
+
+def _read(path: Path, machine: Mapping[str, Any]) -> Hardware | None:
     try:
-        document: Mapping[str, Any] = json.loads(_profile_path().read_text())
-        if document["machine"] != _machine():
+        document: Mapping[str, Any] = json.loads(path.read_text())
+        if document["machine"] != machine:
             return None
         return Hardware.from_document(document["hardware"])
     except (OSError, ValueError, KeyError, TypeError, TraceMismatch):
@@ -183,6 +220,15 @@ def remembered() -> Hardware | None:
 
 def _profile_path() -> Path:
     return cache_folder() / "machine.json"
+
+
+def _gpu_path(name: str) -> Path:
+    return cache_folder() / f"gpu-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
+
+
+def _gpu_machine() -> dict[str, Any]:
+    """What the profile of a GPU holds for; the number of threads does not matter to it."""
+    return {name: fact for name, fact in _machine().items() if name != "threads"} | {"cuda": torch.version.cuda}
 
 
 def _machine() -> dict[str, Any]:

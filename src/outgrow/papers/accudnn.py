@@ -28,6 +28,7 @@ def _resnet_152(lab: Lab) -> Sequence[Row]:
     plain = lab.plain(trace, device)
     own = lab.run(trace, device, _EIGHT_GB, "accudnn")
     auto = lab.run(trace, device, _EIGHT_GB, "auto")
+    measured = lab.measured("resnet-152", batch, _EIGHT_GB)
     return (
         Row(
             claim="ResNet-152, from more than 24 GB to 8 GB",
@@ -39,6 +40,7 @@ def _resnet_152(lab: Lab) -> Sequence[Row]:
             plain=plain.peak_bytes,
             own=own.peak_bytes if own.feasible else None,
             auto=auto.peak_bytes,
+            measured=None if measured is None else measured.peak_bytes,
             auto_samples_per_second=batch / auto.step_seconds,
             fits=auto.feasible,
             note="the least batch, in sixteens, with which plain PyTorch takes more than 24 GB; all tensors at "

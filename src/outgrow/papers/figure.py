@@ -38,6 +38,8 @@ class Row:
         plain: plain PyTorch's, simulated on the same device.
         policy: the paper's policy by our name, and `own` what comes of it in our simulator.
         auto: what comes of `auto`.
+        measured: what `auto` measured on a CUDA device with the budget as the wall; None where none was there,
+            where it did not fit, or where the figure cannot be measured in a few steps.
         auto_samples_per_second: speed of `auto`'s step.
         fits: whether `auto`'s step keeps to the budget.
         note: why figures differ, and how ours came to be.
@@ -52,6 +54,7 @@ class Row:
     plain: float | None = None
     own: float | None = None
     auto: float | None = None
+    measured: float | None = None
     auto_samples_per_second: float | None = None
     fits: bool = True
     note: str = ""

@@ -19,7 +19,7 @@ from outgrow.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from outgrow.planning.simulate import Prediction
 
-FORMAT = "outgrow-plan-2"
+FORMAT = "outgrow-plan-3"
 
 
 class Decision(StrEnum):
@@ -172,6 +172,7 @@ class Plan:
             "budget_bytes": self.problem.budget_bytes,
             "base_bytes": self.problem.base_bytes,
             "least_moved_bytes": self.problem.least_moved_bytes,
+            "plain_seconds": self.problem.plain_seconds,
             "evicts": self.evicts,
             "spill_bytes": self.spill_bytes,
             "offloads": [asdict(offload) for offload in self.offloads],
@@ -200,6 +201,7 @@ class Plan:
                 budget_bytes=int(document["budget_bytes"]),
                 base_bytes=int(document["base_bytes"]),
                 least_moved_bytes=int(document["least_moved_bytes"]),
+                plain_seconds=None if document["plain_seconds"] is None else float(document["plain_seconds"]),
             )
             plan = cls(
                 policy=str(document["policy"]),

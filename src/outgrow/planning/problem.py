@@ -10,6 +10,7 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outgrow.cost.hardware import Hardware
+from outgrow.cost.workspaces import Choice
 from outgrow.tracing.ir import Event, Kind, Phase, Trace
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ class Problem:
     """A trace, a device and a budget.
 
     `base_bytes` is what is alive all through the step besides what the trace shows (optimizer state that the
-    recorded step had not made yet), in bytes.
+    recorded step had not made yet), in bytes. `plain_seconds` is the time of the step with all the memory it wants,
+    where that is not the sum of its ops': convolutions may have been given slower algorithms than they would take
+    then. `ways` says how each op can run where that is settled as it runs (`planning/workspaces.py`): from the
+    trace's own way, which needs least memory, to the fastest.
     """
 
     trace: Trace
@@ -55,6 +59,8 @@ class Problem:
     budget_bytes: int
     base_bytes: int = 0
     least_moved_bytes: int = LEAST_MOVED_BYTES
+    plain_seconds: float | None = None
+    ways: tuple[tuple[Choice, ...], ...] | None = None
 
     def with_budget(self, budget_bytes: int) -> Problem:
         """The same step on the same device under another budget; what was read of it so far holds for that too."""

@@ -12,13 +12,14 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
+from outgrow.cost.workspaces import Choice
 from outgrow.planning.parks import may_park, sources_of_gradient
 from outgrow.planning.plan import Plan, Replay
 from outgrow.planning.problem import Problem, reading
 from outgrow.planning.recipes import Recipe, burst
 from outgrow.planning.reuse import overwritten
 from outgrow.planning.timeline import Activity, Recording, Span, Timeline
-from outgrow.tracing.ir import Event, Phase
+from outgrow.tracing.ir import Event, Op, Phase
 from outgrow.tracing.liveness import average
 
 
@@ -65,7 +66,9 @@ def simulate(plan: Plan) -> Prediction:
         peak_bytes=peak,
         peak_op=peak_op,
         step_seconds=walk.time,
-        plain_step_seconds=plan.problem.op_times[-1],
+        plain_step_seconds=(
+            plan.problem.op_times[-1] if plan.problem.plain_seconds is None else plan.problem.plain_seconds
+        ),
         stall_seconds=walk.stall,
         recompute_seconds=walk.recompute,
         average_bytes=average(walk.curve, plan.problem.trace) if walk.curve else float(peak),
@@ -86,6 +89,13 @@ def landings(plan: Plan) -> dict[int, int]:
     walk = _Walk(plan)
     walk.run()
     return walk.landed_at
+
+
+def taken_ways(plan: Plan) -> tuple[Choice, ...]:
+    """How each op runs where the problem has `ways`: the fastest whose workspace is free at that moment."""
+    walk = _Walk(plan)
+    walk.run()
+    return tuple(walk.taken)
 
 
 def timeline(plan: Plan) -> Timeline:
@@ -135,6 +145,7 @@ class _Walk:
         self._budget = problem.budget_bytes
         self._live = problem.base_bytes
         self._op = 0
+        self.taken: list[Choice] = []
         self._out_free = self._in_free = 0.0
         self._leaving: deque[tuple[float, int]] = deque()
         self._let_go_at: dict[int, list[int]] = {}
@@ -163,6 +174,7 @@ class _Walk:
         trace = self.problem.trace
         tick_ops, cursor = self.problem.tick_ops, 0
         end = len(tick_ops)
+        ways = self.problem.ways
         early, late = self._early_ends, self._late_ends
         self._live += _resident_bytes(self.problem)
         for now, op in enumerate(trace.ops):
@@ -189,18 +201,35 @@ class _Walk:
             rise = born + op.workspace_bytes
             if self._live + rise > self._budget and (self._evicts or self._parks):
                 self._make_room(rise)
+            seconds = op.seconds
+            if ways is not None:
+                way = self._way(now, op, born)
+                self.taken.append(way)
+                rise, seconds = born + way.nbytes, way.seconds
             level = self._live + rise
             self.curve.append(level if level > self._burst_peak else self._burst_peak)
             self._burst_peak = 0
             if self._recording is not None:
-                self._computed(Activity.RUN, self.time, self.time + op.seconds, now, live=level)
+                self._computed(Activity.RUN, self.time, self.time + seconds, now, live=level)
             self._live += born
-            self.time += op.seconds
+            self.time += seconds
         self._op = len(trace.ops)
         while cursor < end:
             self._tick(cursor)
             cursor += 1
         self._return_state()
+
+    def _way(self, number: int, op: Op, born: int) -> Choice:
+        """How an op runs: as the trace says, or the fastest way that the free bytes allow (SuperNeurons, 3.5).
+
+        Workspaces make nothing leave: room was made for the trace's own way.
+        """
+        usual = Choice(op.workspace_bytes, op.seconds)
+        ways = self.problem.ways
+        if ways is None:
+            return usual
+        free = self._budget - self._live - born
+        return next((way for way in reversed(ways[number]) if way.nbytes <= free), usual)
 
     def _let_go(self, now: int) -> None:
         """What nobody but autograd holds from here on, and is copied or can be made anew, goes."""
@@ -446,10 +475,12 @@ class _Walk:
             rise = sum(trace.values[index].nbytes for index in made) + op.workspace_bytes
             if self._evicts and self._live + sum(inside.values()) + rise > self.problem.budget_bytes:
                 self._make_room(sum(inside.values()) + rise)
+            way = self._way(number, op, sum(inside.values()) + rise - op.workspace_bytes)
+            rise += way.nbytes - op.workspace_bytes
             level = self._live + sum(inside.values()) + rise
             self._burst_peak = max(self._burst_peak, level)
             if self._recording is not None:
-                self._computed(Activity.RECOMPUTE, self.time, self.time + op.seconds, number, value, level)
+                self._computed(Activity.RECOMPUTE, self.time, self.time + way.seconds, number, value, level)
             inside |= {trace.values[index].storage: trace.values[index].nbytes for index in made}
             alive = {trace.values[value].storage} | {
                 trace.values[index].storage for index in (*op.inputs, *op.outputs) if last_use.get(index, -1) > number
@@ -457,8 +488,8 @@ class _Walk:
             done = {trace.values[index].storage for index in (*op.inputs, *op.outputs)} - alive
             for storage in done & inside.keys():
                 del inside[storage]
-            self.time += op.seconds
-            self.recompute += op.seconds
+            self.time += way.seconds
+            self.recompute += way.seconds
         for source in recipe.sources:
             self._entries[source].in_use -= 1
         entry = self._entries[value]

@@ -20,13 +20,15 @@ class Need:
     """Bytes that an op adds at its worst moment.
 
     `certain_bytes` are its outputs at least; `likely_bytes` has the workspace too, measured or guessed. Where output
-    sizes depend on data, `likely_bytes` is the most so far and never counts as measured.
+    sizes depend on data, `likely_bytes` is the most so far and never counts as measured. `is_open` is what takes a
+    workspace only of what is free, another one each time.
     """
 
     certain_bytes: int
     likely_bytes: int
     measured: bool
     depends_on_data: bool = False
+    is_open: bool = False
 
 
 # What views and ops that write over their input add.
@@ -41,8 +43,17 @@ _MOST_SIGNATURES = 1 << 16
 class OpNeeds:
     """What ops need, by signature."""
 
-    def __init__(self, device_type: str = "cpu") -> None:
+    def __init__(
+        self, device_type: str = "cpu", *, searched_convolutions: bool = False, open_convolutions: bool = False
+    ) -> None:
+        """`searched_convolutions` try all algorithms at first, so that only what they take later counts.
+
+        `open_convolutions` need their outputs alone, however much they were seen to take.
+        """
         self._device_type = device_type
+        self._searched_convolutions = searched_convolutions
+        self._open_convolutions = open_convolutions
+        self._searched: set[Hashable] = set()
         self._needs: dict[Hashable, Need] = {}
 
     def before(
@@ -59,18 +70,31 @@ class OpNeeds:
         if need is None:
             if len(self._needs) >= _MOST_SIGNATURES:
                 self._needs.clear()
+                self._searched.clear()
             extra = _LIBRARY_BYTES if self._device_type == "cuda" and facts.name.startswith(_OF_LIBRARIES) else 0
-            need = self._needs[signature] = _guess(func, facts, args, kwargs, extra)
+            need = _guess(func, facts, args, kwargs, extra)
+            if self._open_convolutions and "convolution" in facts.name:
+                need = Need(need.certain_bytes, need.certain_bytes, measured=False, is_open=True)
+            self._needs[signature] = need
         return signature, need
 
     def measured(self, signature: Hashable, rise_bytes: int) -> None:
         """Remember what a call was seen to need."""
         known = self._needs.get(signature)
+        if known is not None and known.is_open:
+            return
+        if self._searched_convolutions and signature not in self._searched and _is_convolution(signature):
+            self._searched.add(signature)
+            return
         if known is not None and known.depends_on_data:
             most = max(known.likely_bytes, rise_bytes)
             self._needs[signature] = Need(0, most, measured=False, depends_on_data=True)
         elif signature is not None:
             self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True)
+
+
+def _is_convolution(signature: Hashable) -> bool:
+    return isinstance(signature, tuple) and "convolution" in str(signature[0])
 
 
 def _is_on(device_type: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -27,6 +27,7 @@ from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.care import NOTHING, Need, OpNeeds
 from outgrow.runtime.clock import DeviceClock, Span
+from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.copies.copy import Copies
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.dice import Dice
@@ -52,6 +53,10 @@ _LARGE_RISE_BYTES = 256 << 10
 _PACKS_PER_LOOK = 8
 # Libraries that try another algorithm, with other bits, where the first finds no workspace.
 _FALLS_BACK = ("convolution", "cudnn", "miopen", "rnn", "lstm", "gru")
+
+
+# What PyTorch says where cuDNN has no algorithm that gets its workspace (Conv_v8.cpp).
+_NO_ALGORITHM = "unable to find an engine"
 
 
 # Runs an op; gives its result and how far it lifted live bytes, if that was measured.
@@ -103,11 +108,13 @@ class Executor:
         too_small: Callable[[int, str], Exception],
         gradients: Callable[[], Iterable[torch.Tensor]],
         clock: DeviceClock | None = None,
+        convolutions: Convolutions | None = None,
     ) -> None:
         """`too_small` makes the error for an op at which so many bytes are needed at least.
 
         `gradients` are those that the parameters have now. `clock` is the device's, where that runs beside the host;
-        on a CPU what was asked for is over when the call returns, and the host's clock is right.
+        on a CPU what was asked for is over when the call returns, and the host's clock is right. `convolutions` says
+        how their algorithms are chosen, where there are several.
         """
         self._ledger = ledger
         self._clock = clock
@@ -118,7 +125,12 @@ class Executor:
         self._memory = memory
         self._budget = budget_bytes
         self._too_small = too_small
-        self._needs = OpNeeds(ledger.device_type)
+        self._convolutions = Convolutions() if convolutions is None else convolutions
+        self._needs = OpNeeds(
+            ledger.device_type,
+            searched_convolutions=self._convolutions.searches,
+            open_convolutions=self._convolutions.take_what_is_free,
+        )
         self._table = OpTable()
         self._nothing = torch.empty(0, device=ledger.device)
         self._kinds: Mapping[int, Kind] = {}
@@ -166,10 +178,12 @@ class Executor:
         if self._is_counted:
             self._memory.count(self._budget)
             self._memory.refusals()
+            self._refusals = 0
         if self._clock is not None:
             self._clock.begin()
         self._peak = self._ledger.live_bytes
         with ExitStack() as stack:
+            stack.enter_context(self._convolutions.flags())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             if watch:
                 stack.enter_context(_Watch(self, self._table))
@@ -203,7 +217,7 @@ class Executor:
             self._reset(None)
             raise
         # Those that nobody raised went to a library, which did something else then.
-        unsaid = max(0, self._memory.refusals() - self._pool.faults) if self._is_counted else 0
+        unsaid = max(0, self._refusals + self._memory.refusals() - self._pool.faults) if self._is_counted else 0
         self._close_stack()
         outcome = StepOutcome(
             peak_bytes=self._peak,
@@ -250,6 +264,7 @@ class Executor:
         self._watched = False
         self._where = ""
         self._unseen = 0
+        self._refusals = 0  # that the allocator made so far, without those that a search for an algorithm expects
         self._op_spans: list[Span | None] = []
         self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
         self._plan = plan
@@ -612,7 +627,9 @@ class Executor:
     ) -> tuple[Any, int | None]:
         """Call the op; where memory runs out, evict and call again (a page fault)."""
         call: _RunOp = _run_here if need.measured else self._measured_call
-        if self._is_counted and (not need.measured or any(name in facts.name for name in _FALLS_BACK)):
+        if self._is_counted and self._convolutions.searched(facts):
+            call = partial(self._call_searching, need, call)
+        elif self._is_counted and (not need.measured or any(name in facts.name for name in _FALLS_BACK)):
             call = partial(self._call_in_gate, need.likely_bytes, call)
         # What it drew before memory ran out it must draw again.
         dice = Dice.before(args, kwargs) if facts.draws else None
@@ -641,6 +658,26 @@ class Executor:
         """Call an op that a library may run in another way where it gets no workspace: it gets one."""
         with self._memory.gate(nbytes):
             return call(func, args, kwargs)
+
+    def _call_searching(
+        self, need: Need, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, int | None]:
+        """Call a convolution that looks for its fastest algorithm, with no more memory than the budget leaves.
+
+        What the library is refused meanwhile says nothing of the plan. An algorithm that was found before gets its
+        workspace where room was made for it.
+        """
+        self._refusals += self._memory.refusals()
+        try:
+            if not need.measured:
+                return call(func, args, kwargs)
+            return self._call_in_gate(need.likely_bytes, call, func, args, kwargs)
+        except RuntimeError as error:
+            if _NO_ALGORITHM in str(error) and self._memory.refusals():  # none at all found room: a page fault
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+        finally:
+            self._memory.refusals()
 
     def _make_room(self, likely: int, certain: int | None = None) -> None:
         certain = likely if certain is None else certain

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from outgrow.errors import TraceMismatch
+from outgrow.tracing.convolution import is_convolution_shape
 
-FORMAT = "outgrow-trace-3"
+FORMAT = "outgrow-trace-4"
 
 
 class Phase(StrEnum):
@@ -60,7 +61,8 @@ class Op:
     that the op, run again on the same inputs, may be expected to give the same outputs as far as anybody reads them:
     `empty` is where another op overwrites all of its result at once. An op that only asks an argument for its shape
     does not have it among its `inputs`. `channels_last` says that a convolution finds its images or its weight in
-    that order, which decides what it rearranges. `dtype` is what it calculates in ("float32").
+    that order, which decides what it rearranges. `dtype` is what it calculates in ("float32"). `shape` has the
+    numbers of a `Convolution`, where the op is one over images; they say which algorithms there are for it.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Op:
     repeatable: bool
     channels_last: bool = False
     dtype: str = "float32"
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +229,7 @@ class Trace:
         good = (
             all(0 <= index < values for op in self.ops for index in (*op.inputs, *op.outputs))
             and all(min(op.flops, op.moved_bytes, op.workspace_bytes, op.seconds) >= 0 for op in self.ops)
+            and all(not op.shape or is_convolution_shape(op.shape) for op in self.ops)
             and all(-1 <= value.birth <= ops and value.nbytes >= 0 for value in self.values)
             and all(0 <= moment <= ops for value in self.values for moment in (value.held, value.death))
             and all(0 <= item.value < values and item.nbytes >= 0 for item in self.saved)

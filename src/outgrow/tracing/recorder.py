@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from outgrow.tracing.convolution import DATA_GRADIENT, FORWARD, WEIGHT_GRADIENT, convolution_shape
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, nbytes_of, written_tensors
@@ -152,6 +153,7 @@ class Recorder:
                 repeatable=self._is_repeatable(facts),
                 channels_last="convolution" in facts.name and any(map(_is_channels_last, inputs)),
                 dtype=_dtype_of((*inputs, *outputs)),
+                shape=_convolution_shape(facts.name, args, result) if "convolution" in facts.name else (),
             )
         )
         if self._watched:
@@ -396,6 +398,24 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if formula is None:
         return 0
     return int(formula(*args, **kwargs, out_val=result))
+
+
+def _convolution_shape(name: str, args: Sequence[Any], result: Any) -> tuple[int, ...]:
+    """The numbers of a convolution over images; none for other calls. Both ops take all their arguments by position.
+
+    A transposed convolution is left out: what it works out forward is another one's gradient.
+    """
+    if name == "aten.convolution.default" and len(args) == 9:
+        images, weight, _, stride, _, dilation, transposed, _, groups = args
+        done, passes = result, FORWARD
+    elif name == "aten.convolution_backward.default" and len(args) == 11:
+        done, images, weight, _, stride, _, dilation, transposed, _, groups, wanted = args
+        passes = DATA_GRADIENT * wanted[0] + WEIGHT_GRADIENT * wanted[1]
+    else:
+        return ()
+    if transposed or not passes:
+        return ()
+    return convolution_shape(images.shape, weight.shape, done.shape, stride, dilation, groups, passes)
 
 
 def _dtype_of(tensors: Iterable[torch.Tensor]) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 from outgrow.api import plan
-from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
+from outgrow.cost.workspaces import Workspace
 from outgrow.planning.floor import least_budget
 from outgrow.planning.problem import Problem
 from outgrow.planning.simulate import Prediction
+from outgrow.planning.workspaces import costed
 from outgrow.tracing.ir import Trace
 from outgrow.tracing.liveness import plain_profile
 
@@ -37,6 +38,7 @@ def largest(
     policy: str,
     floors: MutableMapping[int, int] | None = None,
     least: int = 1,
+    workspace: Workspace | None = None,
     on_try: Callable[[int], None] = lambda size: None,
 ) -> Limit | None:
     """The largest size whose step `policy` keeps inside the budget; None if not even the least does.
@@ -49,6 +51,7 @@ def largest(
         policy: the name of a policy. "keep" is a plain step.
         floors: least budgets by size, in bytes, that another policy's search on this device found; more are added.
         least: the smallest size that there is.
+        workspace: what convolutions may hold for their work, on a GPU.
         on_try: called with each size before it is traced.
     """
     floors = {} if floors is None else floors
@@ -58,7 +61,7 @@ def largest(
         if size not in traces:
             on_try(size)
             traces.clear()  # those of deep networks are large
-            traces[size] = estimate(trace_of(size), hardware)
+            traces[size] = costed(trace_of(size), hardware, workspace)
         return traces[size]
 
     def need(size: int) -> int:
@@ -70,7 +73,8 @@ def largest(
         return floors[size]
 
     def run(size: int) -> Prediction:
-        return plan(traced(size), budget=budget_bytes, policy=policy, hardware=hardware).simulate()
+        made = plan(traced(size), budget=budget_bytes, policy=policy, hardware=hardware, workspace=workspace)
+        return made.simulate()
 
     bound = largest_within(need, budget_bytes, least)
     if bound is None:
@@ -139,16 +143,17 @@ def _narrowed(run: Callable[[int], Prediction], most: int, budget_bytes: int, le
     return best
 
 
-def least_budget_of(trace: Trace, hardware: Hardware, policy: str) -> Prediction:
+def least_budget_of(trace: Trace, hardware: Hardware, policy: str, workspace: Workspace | None = None) -> Prediction:
     """The step under the least budget, to 1%, that `policy` holds, for a policy that takes what it is given."""
-    costed = estimate(trace, hardware)
+    with_costs = costed(trace, hardware, workspace)
 
     def at(budget_bytes: int) -> Prediction:
-        return plan(costed, budget=budget_bytes, policy=policy, hardware=hardware).simulate()
+        made = plan(with_costs, budget=budget_bytes, policy=policy, hardware=hardware, workspace=workspace)
+        return made.simulate()
 
-    high = plain_profile(costed).peak_bytes
+    high = plain_profile(with_costs).peak_bytes
     best = at(high)
-    low = least_budget(Problem(costed, hardware, high)).bytes - 1
+    low = least_budget(Problem(with_costs, hardware, high)).bytes - 1
     while high - low > _RESOLUTION * low:
         middle = (low + high) // 2
         prediction = at(middle)

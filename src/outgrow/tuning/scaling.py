@@ -83,6 +83,7 @@ def between(low: Trace, high: Trace, batches: tuple[int, int], batch: int) -> Tr
             flops=on_line(a.flops, b.flops),
             moved_bytes=on_line(a.moved_bytes, b.moved_bytes),
             workspace_bytes=on_line(a.workspace_bytes, b.workspace_bytes),
+            shape=tuple(map(on_line, a.shape, b.shape)),
         )
 
     def sized(a: _Sized, b: _Sized) -> _Sized:

@@ -36,7 +36,8 @@ class VdnnConv:
 class VdnnDyn:
     """`dyn`: the first of none, conv and all that fits (section III-C).
 
-    The paper's `dyn` also chooses a convolution algorithm for each layer; PyTorch on a CPU has one.
+    The paper's `dyn` also chooses a convolution algorithm for each layer. Here that goes with any policy
+    (`planning/workspaces.py`): this one is then run with the fastest algorithms and with those without workspace.
     """
 
     name = "vdnn-dyn"
