@@ -120,6 +120,16 @@ SMALLER = {
     "outgrow train resnet-50 --image-size 64 --budget 1GiB --batch 48 --lr 0.07 --plan tune.json": (
         "outgrow train gpt-2x64 --image-size 32 --budget 6MB --batch 2 --lr 0.07 --plan tune.json --steps 2"
     ),
+    "outgrow plan vgg-16 --batch 256 --budget 12GiB --hardware titan-x --workspace dynamic": (
+        "outgrow plan resnet-18 --batch 32 --image-size 64 --budget 400MiB --hardware titan-x --workspace dynamic"
+    ),
+    "outgrow compare vgg-16 --batch 64 --hardware k40c --policies auto,vdnn-dyn --workspace dynamic": (
+        "outgrow compare resnet-18 --batch 16 --image-size 32 --budgets 80 --hardware k40c --policies auto,vdnn-dyn"
+        " --workspace dynamic"
+    ),
+    "outgrow limits resnet-152 --hardware k40c --workspace speed": (
+        "outgrow limits resnet-18 --image-size 64 --policy keep --hardware k40c --budget 300MiB --workspace speed"
+    ),
     "outgrow networks resnet-50 vgg-16 gpt-12x256 --batch 16": "outgrow networks resnet-18 gpt-2x128 --batch 2",
 }
 
@@ -130,6 +140,7 @@ RUN_ELSEWHERE = {
     "outgrow doctor": "measures for half a minute: test_hardware.py runs it",
     "outgrow paper": "works out for minutes what test_hardware.py tests figure by figure",
     "outgrow train resnet-50 --batch 32 --budget 1GiB --nproc 2": "test_distributed.py runs two processes, smaller",
+    "outgrow train vgg-16 --device cuda --budget 12GiB --workspace dynamic": "needs a GPU: test_cuda.py has one",
     "outgrow compare gpt-12x384": "measures in a process for each point: test_compare.py does, smaller",
     "python examples/": "test_examples.py runs them smaller: the options are looked up",
     "python benchmarks/": "measures for hours: the options are looked up",

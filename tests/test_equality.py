@@ -87,6 +87,15 @@ def test_bfloat16_autocast() -> None:
     assert_equal_to_plain(supervised(conv_net, forward))
 
 
+def test_a_type_for_which_no_library_has_convolutions_holds_the_budget_from_the_first_step() -> None:
+    """PyTorch multiplies all patches then, which take many times what they are made of."""
+
+    def build() -> nn.Module:
+        return conv_net().double()
+
+    assert_equal_to_plain(supervised(build, lambda model, x, k: model(x.double())))
+
+
 def test_channels_last() -> None:
     def build() -> nn.Module:
         return conv_net().to(memory_format=torch.channels_last)

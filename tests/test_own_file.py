@@ -179,7 +179,7 @@ def test_tables_leave_out_what_nobody_knows(write: Command, capsys: pytest.Captu
         ("missing.py:make_step", "there is no such file"),
         ("mine.py", "mine.py:make_step"),
         ("mine.py:", "which function"),
-        ("mine.py:make_stop", "it has make_step, without_batch, two, wrong"),
+        ("mine.py:make_stop", "it has make_step, without_batch, two, in_passes, wrong"),
         ("mine.py:number", "number is int and no function"),
         ("mine.py:two", "has to take the batch size alone, or nothing"),
         ("mine.py:wrong", "wrong returned dict: it has to return outgrow.TrainingStep"),

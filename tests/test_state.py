@@ -680,7 +680,7 @@ def test_loans_lie_inside_a_backward_pass() -> None:
 
 def test_the_simulator_foresees_peak_and_copies(seen: Seen) -> None:
     make = supervised(lambda: Heavy(hidden=512))
-    budget = int(least_of(make) * 1.03) + 4096
+    budget = least_of(make) + 4096
     _, summaries = train_in_session(make, 5, budget=budget)
     last = summaries[-1]
     assert last.predicted_peak_bytes is not None

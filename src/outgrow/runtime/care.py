@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -131,7 +132,34 @@ def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, 
         return Need(0, read + extra, measured=False, depends_on_data=True)
     if facts.writes:
         return Need(made, made, measured=False)
-    return Need(made, made + _guess_workspace(facts.name, read, made) + extra, measured=False)
+    workspace = _guess_workspace(facts.name, read, made) + _columns_bytes(func, args, made)
+    return Need(made, made + workspace + extra, measured=False)
+
+
+def _columns_bytes(func: Any, args: Sequence[Any], made: int) -> int:
+    """What a convolution lays out on a CPU for which oneDNN has none of this type: all of its patches, as columns.
+
+    PyTorch's own way (aten/src/ATen/native/ConvolutionMM2d.cpp) multiplies those. It is taken for float64, and for
+    16-bit floats on CPUs without instructions for them.
+    """
+    if func is torch.ops.aten.convolution.default:
+        maps, x, weight, transposed, groups = made, *args[:2], args[6], args[8]
+    elif func is torch.ops.aten.convolution_backward.default:
+        maps, x, weight, transposed, groups = nbytes_of(args[0]), *args[1:3], args[7], args[9]
+    else:
+        return 0
+    if x.device.type != "cpu" or _has_onednn(x.dtype):
+        return 0
+    patches = nbytes_of(x) // max(1, x.shape[1]) if transposed else maps // max(1, weight.shape[0])
+    return int(patches * weight.shape[1] * groups * prod(weight.shape[2:]))
+
+
+def _has_onednn(dtype: torch.dtype) -> bool:
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype is torch.float32
 
 
 def _guess_workspace(name: str, read: int, made: int) -> int:
