@@ -46,7 +46,7 @@ LIBRARIES = {"integrations.md": ("pytorch_lightning", "transformers", "accelerat
 # What stands on a page, and what is run in its place.
 SMALLER = {
     "outgrow train resnet-50 --data digits --batch 16 --steps 20 --budget 700MiB": (
-        "outgrow train resnet-18 --data digits --batch 4 --image-size 32 --steps 2 --budget 150MiB"
+        "outgrow train resnet-18 --data digits --batch 4 --image-size 32 --steps 2 --budget 250MiB"
     ),
     "outgrow train gpt-4x256 --data text --image-size 256 --batch 8 --budget 200MiB --optimizer adamw": (
         "outgrow train gpt-2x64 --data text --image-size 32 --batch 2 --steps 2 --budget 15MiB --optimizer adamw"
@@ -104,7 +104,7 @@ SMALLER = {
         "outgrow compare resnet-18 --batch 2 --image-size 32 --budgets 80 --policies auto,vdnn-dyn,superneurons,lru"
     ),
     "outgrow train resnet-18 --data synthetic --batch 32 --image-size 128 --steps 5 --budget 250MiB": (
-        "outgrow train resnet-18 --data synthetic --batch 4 --image-size 32 --steps 2 --budget 150MiB"
+        "outgrow train resnet-18 --data synthetic --batch 4 --image-size 32 --steps 2 --budget 250MiB"
     ),
     "outgrow tune resnet-50 --image-size 64 --budget 1GiB --lr 0.05": (
         "outgrow tune gpt-2x64 --image-size 32 --budget 6MB --lr 0.05 --batch 2 --max-batch 2 --trials 1"
