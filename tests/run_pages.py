@@ -27,6 +27,7 @@ from pages import PAGES, ROOT, commands, write_files
 # The beginning of a command, and why it is not run.
 LEFT_OUT = {
     "make test": "the test suite",
+    "outgrow train vgg-16 --device cuda": "needs a GPU",
     "python benchmarks/": "hours of measuring: --help is asked for instead",
 }
 
