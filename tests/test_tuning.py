@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import outgrow
 from outgrow.cli.job import make_job
 from outgrow.cli.main import run
 from outgrow.cli.options import Options
+from outgrow.cost.estimate import estimate
 from outgrow.networks import find
 from outgrow.tuning.builder import Builder
+from outgrow.tuning.calibration import Calibration, Sample
 from outgrow.tuning.rates import Rule, rate_factor, rule_for, warmup_steps
 from outgrow.tuning.scaling import StepFamily
 from outgrow.tuning.steps import synthetic_step
@@ -70,6 +73,49 @@ def test_a_step_that_compares_all_samples_with_all_is_traced_at_each_batch() -> 
 
 
 # --- learning rates ---
+
+
+def calibrated(*batches: int, moves: bool = False) -> tuple[Calibration, dict[int, outgrow.Trace]]:
+    """What such steps say whose ops took 0.1 ms and three times their estimate, and held 10 bytes a sample."""
+    device = outgrow.find_hardware("k40c")
+    family = StepFamily(partial(trace_of, "gpt-2x64", 32))
+    estimated = {batch: estimate(family.at(batch), device) for batch in (2, 4, 8, 16, 32)}
+    calibration = Calibration(device)
+    for batch in batches:
+        ops = [replace(op, seconds=1e-4 + 3 * op.seconds, workspace_bytes=10 * batch) for op in estimated[batch].ops]
+        calibration.learn(Sample(batch, moves, estimated[batch], estimated[batch].with_ops(ops)), device)
+    return calibration, estimated
+
+
+def test_between_measured_batches_an_op_takes_what_lies_on_a_line() -> None:
+    calibration, estimated = calibrated(4, 16)
+    for batch in (4, 8, 16):
+        expected = [1e-4 + 3 * op.seconds for op in estimated[batch].ops]
+        found = calibration.timed(batch, estimated[batch], moves=False)
+        assert [op.seconds for op in found.ops] == pytest.approx(expected)
+        assert {op.workspace_bytes for op in calibration.sized(batch, estimated[batch]).ops} == {10 * batch}
+
+
+def test_beyond_them_it_takes_as_many_times_its_estimate_and_holds_no_less() -> None:
+    calibration, estimated = calibrated(4, 16)
+    for batch, near in ((2, 4), (32, 16)):
+        found = calibration.timed(batch, estimated[batch], moves=False)
+        times = zip(found.ops, estimated[batch].ops, estimated[near].ops, strict=True)
+        for op, guess, beside in times:
+            if beside.seconds:
+                assert op.seconds / guess.seconds == pytest.approx((1e-4 + 3 * beside.seconds) / beside.seconds)
+    assert {op.workspace_bytes for op in calibration.sized(2, estimated[2]).ops} == {40}
+    assert {op.workspace_bytes for op in calibration.sized(32, estimated[32]).ops} == {320}
+
+
+def test_steps_that_move_something_tell_of_such_steps_as_far_as_there_are_any() -> None:
+    calibration, estimated = calibrated(4, 16, moves=True)
+    slow = estimated[8].with_ops([replace(op, seconds=1.0) for op in estimated[8].ops])
+    calibration.learn(Sample(8, False, estimated[8], slow), outgrow.find_hardware("k40c"))
+    kept = calibration.timed(8, estimated[8], moves=False)
+    moved = calibration.timed(8, estimated[8], moves=True)
+    assert {op.seconds for op in kept.ops} == {1.0}
+    assert [op.seconds for op in moved.ops] == pytest.approx([1e-4 + 3 * op.seconds for op in estimated[8].ops])
 
 
 def test_the_rule_is_the_optimizers() -> None:
