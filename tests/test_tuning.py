@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from outgrow.cli.main import run
 from outgrow.cli.options import Options
 from outgrow.cost.estimate import estimate
 from outgrow.networks import find
+from outgrow.tuning import tuner
 from outgrow.tuning.builder import Builder
 from outgrow.tuning.calibration import Calibration, Sample
 from outgrow.tuning.rates import Rule, rate_factor, rule_for, warmup_steps
 from outgrow.tuning.scaling import StepFamily
 from outgrow.tuning.steps import synthetic_step
+from outgrow.tuning.trial import Trial, run_trial
 from outgrow.tuning.tuner import sizes_between
 from steps import digest
 
@@ -240,6 +243,27 @@ def test_the_answer_was_run_inside_the_budget(small_answer: outgrow.Tuning) -> N
         )
         or len(run) == 6
     )
+
+
+def test_a_batch_whose_first_run_was_lucky_is_not_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    runs: list[int] = []
+
+    def make(batch: int) -> outgrow.TrainingStep:
+        built.append(batch)
+        return make_mlp(batch)
+
+    def timed(*arguments: Any, **options: Any) -> Trial:
+        trial = run_trial(*arguments, **options)
+        runs.append(built[-1])
+        return replace(trial, step_seconds=0.1 if runs == [16] else 1.0)
+
+    monkeypatch.setattr(tuner, "run_trial", timed)
+    answer = outgrow.tune(
+        make, budget="1GiB", objective="throughput", base_batch=16, max_batch=32, noise_scale=1e4, trials=9
+    )
+    assert runs.count(16) == runs.count(32) == 2
+    assert answer.batch_size == 32
 
 
 def test_every_size_that_fits_is_a_candidate(small_answer: outgrow.Tuning) -> None:

@@ -57,6 +57,11 @@ class Trial:
     peak_bytes: int
     plan: Plan
 
+    def after(self, earlier: Trial) -> Trial:
+        """What both runs of a candidate took: the mean of their times, and the higher peak."""
+        seconds = (earlier.step_seconds + self.step_seconds) / 2
+        return replace(self, step_seconds=seconds, peak_bytes=max(earlier.peak_bytes, self.peak_bytes))
+
     @property
     def trace(self) -> Trace:
         """The step as it was recorded, at the pace of the steps that came after."""

@@ -7,6 +7,7 @@ right, `auto` plans each candidate from those, and gradients show what more samp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +47,7 @@ Objective = Literal["goodput", "throughput"]
 # passes are compared.
 _NOISE_STEPS, _NOISE_PASSES = 16, 16
 _MOST_PASSES = 16
+_RUNS_OF_THE_BEST = 2
 
 
 def tune(
@@ -80,7 +82,7 @@ def tune(
         noise_scale: the gradient noise scale in samples where it is known (`GradientNoise` measures it in training);
             `float("inf")` reckons with none. Default: it is measured, in some 30 steps of the base batch.
         policy: how plans are made.
-        trials: how many candidates are run for real at most, beyond the base batch and the ends of the curve.
+        trials: how many runs for real there are at most, beyond the base batch and the ends of the curve.
         trial_steps: steps that count in each such run.
         spill_dir: a folder on a disk for what is offloaded; default: the system's folder for temporary files.
         allow_tmpfs: take a spill folder that is in RAM all the same.
@@ -198,6 +200,7 @@ class _Search:
         self._only_divided: list[int] = []  # batches that are in reach in several passes alone
         self._trials: dict[tuple[int, int], Trial] = {}
         self._predicted: dict[tuple[int, int], Candidate] = {}  # of what was run later, as predicted before
+        self._runs: Counter[tuple[int, int]] = Counter()
         self._failed: set[tuple[int, int]] = set()
         self._failures: list[BudgetTooSmall] = []
 
@@ -264,17 +267,19 @@ class _Search:
         return sorted(wanted - run)
 
     def run_best(self, trials: int) -> None:
-        """Run what is best as far as is known, until that was run."""
+        """Run what is best as far as is known, until that was run twice: the first of many runs was also lucky."""
         for _ in range(trials):
             best = max(self._candidates(), key=self._worth, default=None)
-            if best is None or (best.micro_batch, best.accumulation) in self._trials:
+            if best is None or self._runs[best.micro_batch, best.accumulation] >= _RUNS_OF_THE_BEST:
                 return
             self._run(best.micro_batch, best.accumulation)
 
     def answer(self, epoch_samples: int | None) -> Tuning:
         """The best of what was run."""
         candidates = sorted(self._all_candidates(), key=lambda item: (item.batch_size, item.accumulation))
-        run = [item for item in candidates if item.measured_step_seconds is not None]
+        run = [item for item in candidates if item.feasible and item.measured_step_seconds is not None]
+        if not run:
+            raise self._failures[0]
         chosen = max(run, key=self._worth)
         factor = rate_factor(self._rule, chosen.batch_size, self._base, self._samples_of_noise)
         return Tuning(
@@ -354,7 +359,7 @@ class _Search:
         batch = micro_batch * passes
         return replace(
             known,
-            feasible=trial is not None or (known.feasible and key not in self._failed),
+            feasible=key not in self._failed and (trial is not None or known.feasible),
             efficiency=efficiency(batch, self._base, self._samples_of_noise),
             foretold=trial is None or key in self._predicted,
             measured_peak_bytes=None if trial is None else trial.peak_bytes,
@@ -394,7 +399,8 @@ class _Search:
     ) -> None:
         """Run a candidate and learn from it. One that does not fit after all is out of the race."""
         key = micro_batch, passes
-        if micro_batch in self._plans:
+        before = self._trials.get(key)
+        if micro_batch in self._plans and before is None:
             self._predicted[key] = self._prediction(micro_batch, passes)
         steps = self._trial_steps if steps is None else steps
         self._reporter.expect(steps)
@@ -412,8 +418,9 @@ class _Search:
             self._failed.add(key)
             self._failures.append(error)
             return
-        self._trials[key] = trial
-        if passes == 1:
+        self._runs[key] += 1
+        self._trials[key] = trial if before is None else trial.after(before)
+        if passes == 1 and before is None:
             moves = not keeps_everything(trial.plan)
             sample = Sample(micro_batch, moves, self._estimated(micro_batch), trial.trace)
             self._calibration.learn(sample, trial.plan.problem.hardware)
