@@ -317,7 +317,9 @@ def test_a_trial_trains_under_auto_with_the_budget_as_the_wall(monkeypatch: pyte
     assert asked[0]["budget"] == 2 * plain
     assert asked[0].get("policy", "auto") == "auto"
     assert train(Trial("resnet-18", 4, plain // 20), cpu, image_size=64) is None
-    assert train(Trial("resnet-18", 4, 2 * plain), cpu, image_size=64).slower is None  # type: ignore[union-attr]
+    alone = train(Trial("resnet-18", 4, 2 * plain), cpu, image_size=64)
+    assert alone is not None
+    assert alone.slower is None
 
 
 def test_the_column_is_empty_without_a_device_and_filled_with_one(

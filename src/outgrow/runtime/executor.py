@@ -53,8 +53,6 @@ _LARGE_RISE_BYTES = 256 << 10
 _PACKS_PER_LOOK = 8
 # Libraries that try another algorithm, with other bits, where the first finds no workspace.
 _FALLS_BACK = ("convolution", "cudnn", "miopen", "rnn", "lstm", "gru")
-
-
 # What PyTorch says where cuDNN has no algorithm that gets its workspace (Conv_v8.cpp).
 _NO_ALGORITHM = "unable to find an engine"
 

@@ -47,7 +47,7 @@ Objective = Literal["goodput", "throughput"]
 # passes are compared.
 _NOISE_STEPS, _NOISE_PASSES = 16, 16
 _MOST_PASSES = 16
-_RUNS_OF_THE_BEST = 2
+_RUNS_OF_THE_BEST = 2  # and the mean of both counts
 
 
 def tune(
