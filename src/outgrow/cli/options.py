@@ -362,7 +362,8 @@ MaxBatch = Annotated[
 Trials = Annotated[
     int,
     typer.Option(
-        min=1, help="Run so many of the best candidates for real, beyond the base batch and the ends of the curve."
+        min=1,
+        help="Most real runs beyond the base batch and the ends of the curve; the answer's second run is one of them.",
     ),
 ]
 TuningPlot = Annotated[
