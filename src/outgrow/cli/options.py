@@ -363,7 +363,7 @@ Trials = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Most real runs beyond the base batch and the ends of the curve; the answer's second run is one of them.",
+        help="Most real runs beyond the base batch and the ends of the curve, the answer's second one among them.",
     ),
 ]
 TuningPlot = Annotated[
