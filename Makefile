@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check docs docs-run format clean
+.PHONY: help venv demo test fuzz check docs docs-run format clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,6 +30,9 @@ demo: $(STAMP)  ## train a ResNet-50 under half of its memory
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+fuzz: $(STAMP)  ## train five times as many random networks under random plans as the tests do
+	$(BIN)/python -m pytest tests/test_random_networks.py --hypothesis-profile fuzz
 
 check: $(STAMP)  ## lint, formatting, types, import contract
 	$(BIN)/ruff check .

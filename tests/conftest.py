@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,12 +19,14 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Protocol
 
+import hypothesis
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import outgrow
 from outgrow.cost import measure
+from outgrow.tuning import trial
 
 TESTS = Path(__file__).parent
 
@@ -31,7 +34,9 @@ TESTS = Path(__file__).parent
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 SOURCE = TESTS.parent / "src"
-CHILD_SECONDS = 120
+CHILD_SECONDS = 180
+
+hypothesis.settings.register_profile("fuzz", max_examples=500)
 
 
 class RunChild(Protocol):
@@ -108,11 +113,17 @@ class Child:
         """What the function returned, by way of JSON. A child that takes longer than `seconds` is killed."""
         with self._errors, self._answers:
             with suppress(EOFError):  # it ended without an answer
-                answer = self._answers.recv() if self._answers.poll(seconds) else self._process.kill()
+                answer = self._answers.recv() if self._answers.poll(seconds) else self._end()
             self._process.join()
             code = self._process.exitcode
             assert code == 0, f"the child ended with {code}:\n{self._errors.read()[-4000:]}"
         return json.loads(answer)
+
+    def _end(self) -> None:
+        """An abort makes it say first where each of its threads is."""
+        os.kill(self._process.pid, signal.SIGABRT)
+        self._process.join(10)
+        self._process.kill()
 
 
 class StartChild(Protocol):
@@ -161,6 +172,14 @@ def no_remembered_speeds(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     """What `outgrow doctor` found on this machine is the user's: tests measure, as a new user would."""
     if "own_cache" not in request.fixturenames:
         monkeypatch.setattr(measure, "remembered", lambda: None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def short_trials() -> Iterator[None]:
+    """The tuner's runs are as short as a step allows: tests ask whether it is right, not whether a clock is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "_LEAST_SECONDS", 0.0)
+        yield
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ SMALLER = {
     "outgrow limits resnet-152 --what batch --hardware k40c": (
         "outgrow limits resnet-18 --what batch --image-size 64 --policy keep --hardware k40c --budget 300MiB"
     ),
-    "outgrow limits gpt --what depth --batch 8 --hardware v100 --budget 12GiB": (
+    "outgrow limits gpt --what depth --batch 8 --hardware v100 --budget 1GiB": (
         "outgrow limits gpt --what depth --batch 2 --image-size 64 --policy keep --hardware v100 --budget 120MiB"
     ),
     "outgrow train resnet-2504 --data synthetic --batch 16 --image-size 224 --momentum 0 --steps 2 --budget 12GiB": (

@@ -1,8 +1,8 @@
 """The gradient noise scale: estimated right, whatever passes, clipping and processes stand between."""
 
 import os
-import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 import outgrow
-from conftest import RunChild
+from conftest import StartChild
 from outgrow.tuning.noise import efficiency, gain
 
 SIZE = 400
@@ -155,16 +155,9 @@ def test_an_optimizer_without_trained_parameters_is_refused() -> None:
         outgrow.GradientNoise(torch.optim.SGD([frozen], lr=0.1), batch_size=1)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def _one_of_two(rank: int, port: int, results: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _one_of_two(rank: int, folder: str) -> float:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model = DistributedDataParallel(Known())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     noise = outgrow.GradientNoise(optimizer, batch_size=BATCH, processes=2)
@@ -176,19 +169,14 @@ def _one_of_two(rank: int, port: int, results: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert noise.scale is not None
-    with open(f"{results}/{rank}", "w") as file:
-        file.write(str(noise.scale.samples))
     dist.destroy_process_group()
+    return noise.scale.samples
 
 
-def _two_processes(results: str) -> list[float]:
-    torch.multiprocessing.start_processes(_one_of_two, (_free_port(), results), nprocs=2, start_method="fork")
-    return [float(open(f"{results}/{rank}").read()) for rank in range(2)]
-
-
-def test_two_processes_each_tell_it(run_child: RunChild, tmp_path: object) -> None:
-    for found in run_child(_two_processes, str(tmp_path)):
-        assert found == pytest.approx(NOISE / GRADIENT_SQUARE, rel=0.15)
+def test_two_processes_each_tell_it(start_child: StartChild, tmp_path: Path) -> None:
+    children = [start_child(_one_of_two, rank, str(tmp_path)) for rank in range(2)]
+    for child in children:
+        assert child.result() == pytest.approx(NOISE / GRADIENT_SQUARE, rel=0.15)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0, 1e9))

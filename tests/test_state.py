@@ -233,7 +233,7 @@ def test_an_optimizer_inside_the_backward_pass(seen: Seen) -> None:
     assert ours == train_plain(make, 4)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     draws=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     layers=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["relu", "tanh", "twice", "same"])), max_size=5),
