@@ -308,7 +308,10 @@ def exchanges_in_an_epoch(batch: int, samples: int, budget: int) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = images(0, distributed.get_rank(), samples)
     counter = _CountsExchanges()
-    with outgrow.Session(model, optimizer, budget=budget, policy="vdnn-all", least_moved_bytes=1024) as session, counter:
+    with (
+        outgrow.Session(model, optimizer, budget=budget, policy="vdnn-all", least_moved_bytes=1024) as session,
+        counter,
+    ):
         for rows in torch.arange(samples).split(batch):
             with session.step():
                 F.cross_entropy(model(x[rows]), y[rows]).backward()

@@ -96,6 +96,26 @@ def test_a_type_for_which_no_library_has_convolutions_holds_the_budget_from_the_
     assert_equal_to_plain(supervised(build, lambda model, x, k: model(x.double())))
 
 
+def test_windows_larger_than_the_maps_hold_the_budget_from_the_first_step() -> None:
+    """Some CPUs then sum up gradients of weights in many times the memory that the weights take."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(16),
+            nn.Conv2d(32, 160, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(160, 160, 3, padding=1),
+            nn.Flatten(),
+            nn.Linear(640, 10),
+        )
+
+    assert_equal_to_plain(supervised(build), share=0.2)
+
+
 def test_channels_last() -> None:
     def build() -> nn.Module:
         return conv_net().to(memory_format=torch.channels_last)
