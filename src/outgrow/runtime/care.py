@@ -165,7 +165,7 @@ def _partial_sums_bytes(func: Any, args: Sequence[Any]) -> int:
     is_larger = any(window > side for window, side in zip(weight.shape[2:], x.shape[2:], strict=True))
     if x.device.type != "cpu" or len(x) < 2 or not is_larger:
         return 0
-    return 4 * torch.get_num_threads() * weight.numel() * torch.float32.itemsize
+    return int(4 * torch.get_num_threads() * weight.numel() * torch.float32.itemsize)
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
