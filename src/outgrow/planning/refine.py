@@ -16,7 +16,7 @@ from outgrow.planning.parks import Gap, gaps, park
 from outgrow.planning.plan import Plan
 from outgrow.planning.prefetch import dropped_early, may_be_dropped, with_prefetch
 from outgrow.planning.problem import Candidate
-from outgrow.planning.simulate import Wait
+from outgrow.planning.walk import Wait
 
 # Waits shorter than this share of the step are let be.
 _LEAST_WAIT = 5e-4

@@ -8,12 +8,10 @@ asked for is there, and an op that does not fit sends the least recently used aw
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,42 +21,32 @@ import torch
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outgrow.planning.agenda import actions_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
+from outgrow.runtime.calls import Calls
 from outgrow.runtime.care import NOTHING, Need, OpNeeds
 from outgrow.runtime.clock import DeviceClock, Span
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.copies.copy import Copies
 from outgrow.runtime.demand import Demand
-from outgrow.runtime.dice import Dice
 from outgrow.runtime.handles import Handle, node_that_unpacks
 from outgrow.runtime.parking import Parking
-from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
+from outgrow.runtime.pool import Entry, Pool
 from outgrow.runtime.recompute import Recomputer, Verdicts
 from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
-from outgrow.tracing.probe import measured_call
 from outgrow.tracing.recorder import Recorder, accumulates_gradient
 
 _LOG = logging.getLogger(__name__)
 
-# Addresses that the stack of a thread takes, and what glibc and Python set aside for it.
-_STACK_BYTES = 9 << 20
 # Below this an op is too small to be worth a look at the resident set.
 _LARGE_RISE_BYTES = 256 << 10
 # Where ops are not watched, the resident set is looked at every so many saved tensors.
 _PACKS_PER_LOOK = 8
-# Libraries that try another algorithm, with other bits, where the first finds no workspace.
-_FALLS_BACK = ("convolution", "cudnn", "miopen", "rnn", "lstm", "gru")
-# What PyTorch says where cuDNN has no algorithm that gets its workspace (Conv_v8.cpp).
-_NO_ALGORITHM = "unable to find an engine"
-
-
-# Runs an op; gives its result and how far it lifted live bytes, if that was measured.
-_RunOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, int | None]]
 
 
 @dataclass(frozen=True)
@@ -129,6 +117,7 @@ class Executor:
             searched_convolutions=self._convolutions.searches,
             open_convolutions=self._convolutions.take_what_is_free,
         )
+        self._calls = Calls(ledger.device_type, pool, memory, self._convolutions)
         self._table = OpTable()
         self._nothing = torch.empty(0, device=ledger.device)
         self._kinds: Mapping[int, Kind] = {}
@@ -175,8 +164,7 @@ class Executor:
         self._ledger.on_death = recorder.died if recorder is not None else None
         if self._is_counted:
             self._memory.count(self._budget)
-            self._memory.refusals()
-            self._refusals = 0
+            self._calls.begin()
         if self._clock is not None:
             self._clock.begin()
         self._peak = self._ledger.live_bytes
@@ -214,8 +202,7 @@ class Executor:
             self._close_stack()
             self._reset(None)
             raise
-        # Those that nobody raised went to a library, which did something else then.
-        unsaid = max(0, self._refusals + self._memory.refusals() - self._pool.faults) if self._is_counted else 0
+        unsaid = self._calls.unsaid_refusals() if self._is_counted else 0
         self._close_stack()
         outcome = StepOutcome(
             peak_bytes=self._peak,
@@ -262,12 +249,11 @@ class Executor:
         self._watched = False
         self._where = ""
         self._unseen = 0
-        self._refusals = 0  # that the allocator made so far, without those that a search for an algorithm expects
         self._op_spans: list[Span | None] = []
         self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
         self._plan = plan
         self._entry_of: dict[int, Entry] = {}
-        self._actions = _actions(plan) if plan is not None else {}
+        self._actions = actions_of(plan) if plan is not None else {}
         verdicts = verdicts or Verdicts()
         self._recomputer.begin(plan, self._kinds, verdicts)
         self._reuser.begin(plan, self._kinds)
@@ -448,7 +434,7 @@ class Executor:
         signature, need = self._needs.before(func, facts, args, kwargs)
         self._prepare(facts, need)
         before = self._ledger.live_bytes
-        result, rise = self._call(func, facts, args, kwargs, need)
+        result, rise = self._calls.call(func, facts, args, kwargs, need)
         rise = self._rise_of(signature, need, rise)
         for tensor in outputs_of(result):
             self._ledger.see(tensor)
@@ -564,7 +550,7 @@ class Executor:
         if reuses:
             result, rise = self._reuser.write_over(func, args, kwargs), 0
         else:
-            result, measured = self._call(func, facts, args, kwargs, need)
+            result, measured = self._calls.call(func, facts, args, kwargs, need)
             rise = self._rise_of(signature, need, measured)
         if recorder is not None:
             seconds = time.perf_counter() - started
@@ -620,63 +606,6 @@ class Executor:
         """Whether a recorder wants to see every op, views too."""
         return self._recorder is not None
 
-    def _call(
-        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], need: Need
-    ) -> tuple[Any, int | None]:
-        """Call the op; where memory runs out, evict and call again (a page fault)."""
-        call: _RunOp = _run_here if need.measured else self._measured_call
-        if self._is_counted and self._convolutions.searched(facts):
-            call = partial(self._call_searching, need, call)
-        elif self._is_counted and (not need.measured or any(name in facts.name for name in _FALLS_BACK)):
-            call = partial(self._call_in_gate, need.likely_bytes, call)
-        # What it drew before memory ran out it must draw again.
-        dice = Dice.before(args, kwargs) if facts.draws else None
-        while True:
-            try:
-                return call(func, args, kwargs)
-            except (RuntimeError, MemoryError) as error:
-                # A list of tensors may be half updated: running the op again would update the first half twice.
-                half_done = facts.writes and ("_foreach_" in facts.name or "_fused_" in facts.name)
-                half_done = half_done or facts.is_collective  # the other processes have answered the first call
-                if half_done or not is_out_of_memory(error):
-                    raise
-                if _spoils_thread(error) and call is not _run_elsewhere:
-                    call = _run_elsewhere
-                else:
-                    self._pool.page_fault(error, need.likely_bytes, facts.name)
-            if dice is not None:
-                dice.put_back()
-
-    def _measured_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
-        return measured_call(func, args, kwargs, self._ledger.device_type)
-
-    def _call_in_gate(
-        self, nbytes: int, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, int | None]:
-        """Call an op that a library may run in another way where it gets no workspace: it gets one."""
-        with self._memory.gate(nbytes):
-            return call(func, args, kwargs)
-
-    def _call_searching(
-        self, need: Need, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, int | None]:
-        """Call a convolution that looks for its fastest algorithm, with no more memory than the budget leaves.
-
-        What the library is refused meanwhile says nothing of the plan. An algorithm that was found before gets its
-        workspace where room was made for it.
-        """
-        self._refusals += self._memory.refusals()
-        try:
-            if not need.measured:
-                return call(func, args, kwargs)
-            return self._call_in_gate(need.likely_bytes, call, func, args, kwargs)
-        except RuntimeError as error:
-            if _NO_ALGORITHM in str(error) and self._memory.refusals():  # none at all found room: a page fault
-                raise torch.OutOfMemoryError(str(error)) from error
-            raise
-        finally:
-            self._memory.refusals()
-
     def _make_room(self, likely: int, certain: int | None = None) -> None:
         certain = likely if certain is None else certain
         if self._parking.busy:
@@ -718,28 +647,6 @@ class _Watch(TorchDispatchMode):
         return self._executor.run(func, facts, args, kwargs)
 
 
-def _run_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
-    return func(*args, **kwargs), None
-
-
-def _run_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
-    """Run an op on a thread of its own, which may start more."""
-    # Where there is no room for their stacks, OpenMP ends the process; this raises an error that we can mend. Stacks
-    # are mapped: a hole in the heap, which a tensor might find, would be no proof.
-    try:
-        mmap.mmap(-1, _STACK_BYTES * torch.get_num_threads()).close()
-    except OSError as error:
-        raise MemoryError("can't allocate memory for the stacks of threads") from error
-
-    def run() -> tuple[Any, int | None]:
-        torch.get_num_threads()  # makes the new thread use as many as this one: kernels are built for a number
-        with torch._C._AutoDispatchBelowAutograd():  # as inside a dispatch mode
-            return measured_call(func, args, kwargs)
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
-
-
 def _is_of_reducer() -> bool:
     """Whether memory that an op is given here, and that nobody saw being made, is where gradients are collected.
 
@@ -748,15 +655,6 @@ def _is_of_reducer() -> bool:
     if torch._C._current_graph_task_id() == -1:
         return False
     return accumulates_gradient() or torch._C._current_autograd_node() is None
-
-
-def _spoils_thread(error: BaseException) -> bool:
-    """Whether the error stays with the thread.
-
-    When there is no memory for the code of a kernel, oneDNN's assembler notes it in a variable of the thread that
-    nothing ever clears: no new kernel can be built on that thread. One that another thread has built can be used.
-    """
-    return "could not create a primitive" in str(error)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -769,21 +667,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_quantized
     )
-
-
-def _actions(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
-    """(what, value, offset in the file) by tick."""
-    table: dict[int, list[tuple[str, int, int]]] = {}
-    for dropped in plan.recomputes:
-        table.setdefault(dropped.drop_tick, []).append(("drop", dropped.value, 0))
-    for item in plan.offloads:
-        table.setdefault(item.out_tick, []).append(("out", item.value, item.offset))
-        if item.release_tick >= 0:
-            table.setdefault(item.release_tick, []).append(("release", item.value, item.offset))
-        if item.in_tick >= 0:
-            table.setdefault(item.in_tick, []).append(("in", item.value, item.offset))
-    for parked in plan.parks:
-        table.setdefault(parked.out_tick, []).append(("park", parked.value, parked.offset))
-        if parked.in_tick >= 0:
-            table.setdefault(parked.in_tick, []).append(("unpark", parked.value, parked.offset))
-    return table

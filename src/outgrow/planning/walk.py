@@ -1,0 +1,545 @@
+"""An event-driven walk over the trace with three lanes, compute, copy out and copy in: the simulator's heart.
+
+It does what the runtime does, in the same order: plan actions at ticks, copies first in first out on their lane,
+bursts of recompute, parked values that come back for the op that wants them, eviction of the least recently used
+when an op does not fit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outgrow.cost.workspaces import Choice
+from outgrow.planning.agenda import actions_of, births_and_deaths, ends_of, resident_bytes, saved_values, wanted
+from outgrow.planning.parks import may_park, sources_of_gradient
+from outgrow.planning.plan import Plan, Replay
+from outgrow.planning.recipes import Recipe, burst
+from outgrow.planning.timeline import Activity, Recording, Span
+from outgrow.tracing.ir import Event, Op, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Time for which the device waits at op `op`, in seconds: for `value` to arrive, or for others to leave (-1)."""
+
+    op: int
+    seconds: float
+    value: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A value that may be away: a saved one as the pool sees it, or one that the plan parks.
+
+    `leaving` says that a copy out is under way, `offloading` or `parking` (or both) what for. `parked` is what left
+    although the program holds it; what is `lent` is training state.
+    """
+
+    nbytes: int
+    held: int
+    movable: bool
+    in_use: int = 0
+    dead: bool = False
+    resident: bool = True
+    copied: bool = False
+    dropped: bool = False
+    leaving: bool = False
+    offloading: bool = False
+    parking: bool = False
+    parked: bool = False
+    lent: bool = False
+    arrives: float = 0.0
+
+
+class Walk:
+    """One walk under a plan; what it found is in its public attributes when `run` is over.
+
+    Times in seconds, sizes in bytes. With a recording it also tells each span of the lanes.
+    """
+
+    def __init__(self, plan: Plan, recording: Recording | None = None) -> None:
+        problem = plan.problem
+        self._recording = recording
+        self.problem = problem
+        self.time = self.stall = self.recompute = 0.0
+        self.curve: list[int] = []
+        self.waits: list[Wait] = []
+        self.offloaded_bytes = self.evicted_bytes = self.recomputed_bytes = 0
+        self._evicts = plan.evicts
+        self.landed_at: dict[int, int] = {}  # by value, the tick at which its copy out was first seen to be done
+        self._next_tick = 0
+        self._burst_peak = 0  # the highest level of recompute bursts since the last op
+        self._budget = problem.budget_bytes
+        self._live = problem.base_bytes
+        self._op = 0
+        self.taken: list[Choice] = []
+        self._out_free = self._in_free = 0.0
+        self._leaving: deque[tuple[float, int]] = deque()
+        self._let_go_at: dict[int, list[int]] = {}
+        self._deferred: deque[int] = deque()
+        self._early: list[int] = []  # parked values that came back and that no op wanted yet
+        trace = problem.trace
+        self._parks = {item.value for item in plan.parks if may_park(problem, item.value)}
+        self._entries: dict[int, _Entry] = {}
+        for index, nbytes, held, movable in saved_values(problem):
+            self._entries[index] = _Entry(nbytes, held, movable)
+        for index in self._parks - self._entries.keys():
+            self._entries[index] = _Entry(trace.values[index].nbytes, trace.values[index].death, movable=False)
+        self._lent: list[int] = []  # training state that left in this backward pass
+        self._remade = {item.value for item in plan.parks if item.remade}
+        self._recent: OrderedDict[int, None] = OrderedDict()
+        # Values that go again at once when they were made anew for another's sake.
+        self._brief = {item.value for item in plan.recomputes if item.replay is Replay.MEMORY}
+        self._actions = actions_of(plan)
+        self._births, self._deaths = births_and_deaths(plan, self._entries.keys())
+        self._early_ends, self._late_ends = ends_of(problem, self._parks)
+        self._wanted = wanted(problem, self._parks)
+
+    def run(self) -> None:
+        # Plans are searched for by a thousand walks and more, most ops of which have nothing to do but take time:
+        # nothing is called for nothing here.
+        trace = self.problem.trace
+        tick_ops, cursor = self.problem.tick_ops, 0
+        end = len(tick_ops)
+        ways = self.problem.ways
+        early, late = self._early_ends, self._late_ends
+        self._live += resident_bytes(self.problem)
+        for now, op in enumerate(trace.ops):
+            self._op = now
+            self._live -= self._deaths[now]
+            if now in early:
+                self._end(early[now])
+            if now in self._let_go_at:
+                self._let_go(now)
+            while cursor < end and tick_ops[cursor] <= now:
+                self._tick(cursor)
+                cursor += 1
+            self._next_tick = cursor
+            if now in late:
+                self._end(late[now])
+            if self._leaving:
+                self._land()
+            if self._lent and op.phase is not Phase.BACKWARD:
+                self._return_state()
+            if now in self._wanted:
+                for used in self._wanted[now]:
+                    self._unpark(used)
+            born = self._births[now]
+            rise = born + op.workspace_bytes
+            if self._live + rise > self._budget and (self._evicts or self._parks):
+                self._make_room(rise)
+            seconds = op.seconds
+            if ways is not None:
+                way = self._way(now, op, born)
+                self.taken.append(way)
+                rise, seconds = born + way.nbytes, way.seconds
+            level = self._live + rise
+            self.curve.append(level if level > self._burst_peak else self._burst_peak)
+            self._burst_peak = 0
+            if self._recording is not None:
+                self._computed(Activity.RUN, self.time, self.time + seconds, now, live=level)
+            self._live += born
+            self.time += seconds
+        self._op = len(trace.ops)
+        while cursor < end:
+            self._tick(cursor)
+            cursor += 1
+        self._return_state()
+
+    def _way(self, number: int, op: Op, born: int) -> Choice:
+        """How an op runs: as the trace says, or the fastest way that the free bytes allow (SuperNeurons, 3.5).
+
+        Workspaces make nothing leave: room was made for the trace's own way.
+        """
+        usual = Choice(op.workspace_bytes, op.seconds)
+        ways = self.problem.ways
+        if ways is None:
+            return usual
+        free = self._budget - self._live - born
+        return next((way for way in reversed(ways[number]) if way.nbytes <= free), usual)
+
+    def _let_go(self, now: int) -> None:
+        """What nobody but autograd holds from here on, and is copied or can be made anew, goes."""
+        for value in self._let_go_at.pop(now):
+            entry = self._entries[value]
+            if entry.resident and (entry.copied or entry.dropped) and not entry.in_use:
+                self._free(value)
+
+    def _end(self, ends: Sequence[tuple[bool, int]]) -> None:
+        """Autograd lets go of saved tensors (True), and values die (False)."""
+        for is_release, index in ends:
+            if is_release:
+                saved = self.problem.trace.saved[index]
+                self._entries[saved.value].in_use -= len(saved.unpacked)
+                continue
+            entry = self._entries[index]
+            entry.dead = True
+            if entry.resident and not entry.leaving:  # a copy in flight holds the memory until it is done
+                self._free(index)
+
+    def _free(self, value: int) -> None:
+        entry = self._entries[value]
+        entry.resident = False
+        if self._recording is not None:
+            self._recording.moved(value, arrives=False)
+        self._recent.pop(value, None)
+        self._live -= entry.nbytes
+
+    def _tick(self, number: int) -> None:
+        self._next_tick = number
+        tick = self.problem.trace.ticks[number]
+        value = self.problem.trace.saved[tick.saved].value
+        if tick.event is Event.PACK:
+            self._touch(value)
+        else:
+            self._request(value)
+        for action, target, _ in self._actions.get(number, ()):
+            if action == "out":
+                self._start_out(target, planned=True)
+            elif action == "release":
+                self._wait_out(target)
+            elif action == "drop":
+                self._drop(target)
+            elif action == "park":
+                self._park(target)
+            else:
+                self._deferred.append(target)
+        while self._deferred and self._start_in(self._deferred[0]):
+            self._deferred.popleft()
+        if tick.event is Event.UNPACK:
+            self._wait_for(value)
+
+    def _touch(self, value: int) -> None:
+        if self._entries[value].movable:
+            self._recent[value] = None
+            self._recent.move_to_end(value)
+
+    def _start_out(self, value: int, *, planned: bool) -> None:
+        entry = self._entries[value]
+        if not entry.resident or entry.offloading or entry.copied:
+            return
+        entry.offloading = True
+        if not entry.leaving:
+            self._copy_out(value, Activity.OFFLOAD if planned else Activity.EVICT)
+        if planned:
+            self.offloaded_bytes += entry.nbytes
+        else:
+            self.evicted_bytes += entry.nbytes
+
+    def _copy_out(self, value: int, activity: Activity) -> None:
+        entry = self._entries[value]
+        start = max(self._out_free, self.time)
+        self._out_free = start + self.problem.hardware.copy_out_seconds(entry.nbytes)
+        cost = self.problem.hardware.copying_costs(entry.nbytes)
+        if self._recording is not None:
+            self._recording.out.append(Span(activity, start, self._out_free, self._op, value))
+            self._record_cost(cost, value)
+        self.time += cost
+        self._leaving.append((self._out_free, value))
+        entry.leaving = True
+
+    def _record_cost(self, cost: float, value: int) -> None:
+        """Record the processor time that a copy takes from the computation."""
+        if cost:
+            self._computed(Activity.COPYING, self.time, self.time + cost, self._op, value)
+
+    def _computed(
+        self, activity: Activity, start: float, end: float, op: int, value: int = -1, live: int | None = None
+    ) -> None:
+        """Record what the compute lane does; live bytes are those of now where nothing else is said."""
+        assert self._recording is not None
+        level = self._live if live is None else live
+        self._recording.compute.append(Span(activity, start, end, op, value, level))
+
+    def _park(self, value: int) -> None:
+        """Send away a value that the program still holds; a copy that is there already will do."""
+        if value not in self._parks or self.problem.trace.values[value].birth >= self._op:
+            return
+        entry = self._entries[value]
+        if not entry.resident or entry.dead or entry.parking:
+            return
+        if self.problem.is_state(value):
+            if not self._in_backward_pass:
+                return
+            self._lent.append(value)
+        if value in self._remade:
+            entry.parked = True
+            self._free(value)
+            self._live += self._source_bytes(value)
+            return
+        if entry.copied:
+            entry.parked = True
+            self._free(value)
+            return
+        entry.parking = True
+        if not entry.leaving:
+            self._copy_out(value, Activity.PARK)
+            self.offloaded_bytes += entry.nbytes
+
+    @property
+    def _in_backward_pass(self) -> bool:
+        ops = self.problem.trace.ops
+        return 0 < self._op < len(ops) and ops[self._op - 1].phase is ops[self._op].phase is Phase.BACKWARD
+
+    def _return_state(self) -> None:
+        """A backward pass is over: all of the training state comes back, what is made anew beside the copies."""
+        lent, self._lent = list(dict.fromkeys(self._lent)), []
+        for value in sorted(lent, key=self._remade.__contains__):
+            self._unpark(value, waits=False)
+        for value in lent:
+            self._unpark(value)
+
+    def _unpark(self, value: int, *, waits: bool = True) -> None:
+        """An op wants a value that may be parked: it stays if it has not left, else it comes back."""
+        entry = self._entries[value]
+        entry.parking = False
+        if value in self._early:
+            self._early.remove(value)
+        if entry.parked and not entry.resident and not entry.dead:
+            if self._live + entry.nbytes > self._budget:
+                self._make_room(entry.nbytes)
+            if value in self._remade:
+                self._remake(value)
+            else:
+                self._read(value)
+        if entry.resident and waits:
+            self._wait_for(value)
+
+    def _remake(self, value: int) -> None:
+        """Make a gradient anew from what the op that made it had read."""
+        birth = self.problem.trace.values[value].birth
+        entry, op = self._entries[value], self.problem.trace.ops[birth]
+        self._live += entry.nbytes
+        entry.resident, entry.parked = True, False
+        self._burst_peak = max(self._burst_peak, self._live + op.workspace_bytes)
+        if self._recording is not None:
+            self._recording.moved(value, arrives=True)
+            level = self._live + op.workspace_bytes
+            self._computed(Activity.RECOMPUTE, self.time, self.time + op.seconds, birth, value, level)
+        self._live -= self._source_bytes(value)
+        self.time += op.seconds
+        self.recompute += op.seconds
+        self.recomputed_bytes += entry.nbytes
+
+    def _source_bytes(self, value: int) -> int:
+        sources = sources_of_gradient(self.problem, value) or ()
+        return sum(self.problem.trace.values[source].nbytes for source in sources)
+
+    def _land(self) -> None:
+        """Memory of values whose copy out is finished goes."""
+        while self._leaving and self._leaving[0][0] <= self.time:
+            _, value = self._leaving.popleft()
+            self.landed_at.setdefault(value, self._next_tick)
+            entry = self._entries[value]
+            goes, entry.copied = entry.parking, entry.offloading
+            entry.leaving = entry.parking = entry.offloading = False
+            if goes and entry.resident and not entry.dead:
+                entry.parked = True
+                self._free(value)
+                continue
+            if not entry.dead and not entry.copied:  # it was to be parked, but was wanted first
+                continue
+            if not entry.resident or (entry.in_use and not entry.dead):
+                continue
+            if entry.dead or entry.held <= self._op:
+                self._free(value)
+            else:
+                self._let_go_at.setdefault(entry.held, []).append(value)
+
+    def _drop(self, value: int) -> None:
+        """Let go of a value that a recipe can make anew."""
+        entry = self._entries[value]
+        if not entry.resident or entry.in_use or entry.leaving or entry.copied or entry.dead:
+            return
+        entry.dropped = True
+        if entry.held <= self._op:
+            self._free(value)
+        else:
+            self._let_go_at.setdefault(entry.held, []).append(value)
+
+    def _rebuild(self, value: int) -> None:
+        """Make a dropped value anew, after those of its sources that were dropped too, and theirs."""
+        sources, unread = burst(value, self._missing)
+        for source, no_longer_read in sources:
+            self._rebuild_one(source)
+            self._entries[source].dropped = source in self._brief
+            self._free_brief(no_longer_read)
+        self._rebuild_one(value)
+        self._free_brief(unread)
+
+    def _missing(self, value: int) -> list[int]:
+        entries = self._entries
+        return [
+            source
+            for source in self._recipe(value).sources
+            if not entries[source].resident and entries[source].dropped
+        ]
+
+    def _free_brief(self, values: Sequence[int]) -> None:
+        for value in values:
+            if value in self._brief and self._entries[value].resident:
+                self._free(value)
+
+    def _recipe(self, value: int) -> Recipe:
+        recipe = self.problem.recipes.find(value)
+        assert recipe is not None, "only what has a recipe is dropped"
+        return recipe
+
+    def _rebuild_one(self, value: int) -> None:
+        recipe = self._recipe(value)
+        for source in recipe.sources:
+            self._request(source)
+            self._wait_for(source)
+        trace = self.problem.trace
+        last_use = {index: op for op in recipe.ops for index in trace.ops[op].inputs}
+        inside: dict[int, int] = {}  # bytes of what the burst has made so far, by storage
+        for number in recipe.ops:
+            op = trace.ops[number]
+            for index in op.inputs:
+                if index in self._lent:
+                    self._unpark(index)
+            made = [index for index in op.outputs if trace.values[index].storage not in inside]
+            rise = sum(trace.values[index].nbytes for index in made) + op.workspace_bytes
+            if self._evicts and self._live + sum(inside.values()) + rise > self.problem.budget_bytes:
+                self._make_room(sum(inside.values()) + rise)
+            way = self._way(number, op, sum(inside.values()) + rise - op.workspace_bytes)
+            rise += way.nbytes - op.workspace_bytes
+            level = self._live + sum(inside.values()) + rise
+            self._burst_peak = max(self._burst_peak, level)
+            if self._recording is not None:
+                self._computed(Activity.RECOMPUTE, self.time, self.time + way.seconds, number, value, level)
+            inside |= {trace.values[index].storage: trace.values[index].nbytes for index in made}
+            alive = {trace.values[value].storage} | {
+                trace.values[index].storage for index in (*op.inputs, *op.outputs) if last_use.get(index, -1) > number
+            }
+            done = {trace.values[index].storage for index in (*op.inputs, *op.outputs)} - alive
+            for storage in done & inside.keys():
+                del inside[storage]
+            self.time += way.seconds
+            self.recompute += way.seconds
+        for source in recipe.sources:
+            self._entries[source].in_use -= 1
+        entry = self._entries[value]
+        entry.resident, entry.dropped = True, False
+        if self._recording is not None:
+            self._recording.moved(value, arrives=True)
+        self._live += entry.nbytes
+        self.recomputed_bytes += entry.nbytes
+
+    def _wait_for(self, value: int) -> None:
+        self._wait_until(self._entries[value].arrives, value)
+
+    def _wait_until(self, moment: float, value: int = -1) -> None:
+        if moment > self.time:
+            self.waits.append(Wait(self._op, moment - self.time, value))
+            if self._recording is not None:
+                self._computed(Activity.WAIT, self.time, moment, self._op, value)
+            self.stall += moment - self.time
+            self.time = moment
+
+    def _wait_out(self, value: int) -> None:
+        if self._entries[value].leaving:
+            self._wait_until(next(done for done, leaving in self._leaving if leaving == value))
+            self._land()
+
+    def _start_in(self, value: int) -> bool:
+        """Start a planned copy back; False while there is no room for it."""
+        entry = self._entries[value]
+        if entry.resident or entry.dead or not (entry.copied or entry.parked):
+            return True
+        self._land()
+        if self._live + entry.nbytes + self._rise_ahead() > self._budget:
+            return False
+        if entry.parked:
+            self._early.append(value)
+        self._read(value)
+        return True
+
+    def _rise_ahead(self) -> int:
+        ops = self.problem.trace.ops
+        if self._op >= len(ops):
+            return 0
+        return self._births[self._op] + ops[self._op].workspace_bytes
+
+    def _read(self, value: int) -> None:
+        entry = self._entries[value]
+        self._live += entry.nbytes
+        entry.resident, entry.parked = True, False
+        start = max(self._in_free, self.time)
+        self._in_free = start + self.problem.hardware.copy_in_seconds(entry.nbytes)
+        cost = self.problem.hardware.copying_costs(entry.nbytes)
+        if self._recording is not None:
+            self._recording.moved(value, arrives=True)
+            self._recording.back.append(Span(Activity.FETCH, start, self._in_free, self._op, value))
+            self._record_cost(cost, value)
+        self.time += cost
+        entry.arrives = self._in_free
+        self._touch(value)
+
+    def _request(self, value: int) -> None:
+        entry = self._entries[value]
+        entry.in_use += 1
+        if not entry.resident and entry.dropped:
+            self._rebuild(value)
+        elif not entry.resident:
+            if self._evicts and self._live + entry.nbytes > self._budget:
+                self._make_room(entry.nbytes)
+            self._read(value)
+        self._touch(value)
+
+    def _make_room(self, need: int) -> None:
+        """Send away the least recently used until `need` bytes fit, or nothing is left to send.
+
+        Parked values on their way out go first: they are going anyway. Those that came back early go last.
+        """
+        self._land()
+        while self._live + need > self._budget:
+            parking = next((done for done, value in self._leaving if self._entries[value].parking), None)
+            if parking is None:
+                break
+            self._wait_until(parking)
+            self._land()
+        if self._evicts:
+            self._evict(need)
+        while self._early and self._live + need > self._budget:
+            value = self._early.pop()
+            entry = self._entries[value]
+            if entry.resident and not entry.dead:
+                self._wait_until(entry.arrives)
+                entry.parked = True
+                self._free(value)
+
+    def _idle(self, nbytes: int) -> list[int]:
+        """The least recently used that may leave, until they are `nbytes`."""
+        found: list[int] = []
+        for value in self._recent:
+            if nbytes <= 0:
+                break
+            entry = self._entries[value]
+            if entry.resident and not entry.in_use and entry.held <= self._op:
+                found.append(value)
+                nbytes -= entry.nbytes
+        return found
+
+    def _evict(self, need: int) -> None:
+        while self._live + need > self._budget:
+            for value in self._idle(self._live + need - self._budget):
+                entry = self._entries[value]
+                self._wait_until(entry.arrives)  # fetched ahead of need, and now the room is needed more
+                if entry.copied:
+                    self._free(value)
+                else:
+                    self._start_out(value, planned=False)
+            if self._live + need <= self._budget:
+                return
+            releasable = [
+                done
+                for done, value in self._leaving
+                if self._entries[value].resident and self._entries[value].held <= self._op
+            ]
+            if not releasable:
+                return
+            self._wait_until(releasable[0])
+            self._land()

@@ -1,0 +1,141 @@
+"""How an op is called where memory may run out inside it: with a workspace, again, or on another thread."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from outgrow.runtime.care import Need
+from outgrow.runtime.convolutions import Convolutions
+from outgrow.runtime.dice import Dice
+from outgrow.runtime.pool import Pool, is_out_of_memory
+from outgrow.runtime.tiers.memory import DeviceMemory
+from outgrow.tracing.ops import OpFacts
+from outgrow.tracing.probe import measured_call
+
+# Addresses that the stack of a thread takes, and what glibc and Python set aside for it.
+_STACK_BYTES = 9 << 20
+# Libraries that try another algorithm, with other bits, where the first finds no workspace.
+_FALLS_BACK = ("convolution", "cudnn", "miopen", "rnn", "lstm", "gru")
+# What PyTorch says where cuDNN has no algorithm that gets its workspace (Conv_v8.cpp).
+_NO_ALGORITHM = "unable to find an engine"
+
+
+# Runs an op; gives its result and how far it lifted live bytes, if that was measured.
+_RunOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, int | None]]
+
+
+class Calls:
+    """Calls the ops of a session's steps."""
+
+    def __init__(self, device_type: str, pool: Pool, memory: DeviceMemory, convolutions: Convolutions) -> None:
+        self._device_type = device_type
+        self._pool = pool
+        self._memory = memory
+        self._convolutions = convolutions
+        self._refusals = 0  # that the allocator made so far, without those that a search for an algorithm expects
+
+    def begin(self) -> None:
+        """A step begins, on a device whose allocator counts what it refuses."""
+        self._memory.refusals()
+        self._refusals = 0
+
+    def unsaid_refusals(self) -> int:
+        """How often in this step a library was refused memory, told nobody and did something else."""
+        return max(0, self._refusals + self._memory.refusals() - self._pool.faults)
+
+    def call(
+        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], need: Need
+    ) -> tuple[Any, int | None]:
+        """Call an op that needs so much; where memory runs out, evict and call again (a page fault).
+
+        Gives its result and how far it lifted live bytes, if that was not known before and could be measured.
+        """
+        call: _RunOp = _run_here if need.measured else self._measured_call
+        if self._memory.is_counted and self._convolutions.searched(facts):
+            call = partial(self._call_searching, need, call)
+        elif self._memory.is_counted and (not need.measured or any(name in facts.name for name in _FALLS_BACK)):
+            call = partial(self._call_in_gate, need.likely_bytes, call)
+        # What it drew before memory ran out it must draw again.
+        dice = Dice.before(args, kwargs) if facts.draws else None
+        while True:
+            try:
+                return call(func, args, kwargs)
+            except (RuntimeError, MemoryError) as error:
+                # A list of tensors may be half updated: running the op again would update the first half twice.
+                half_done = facts.writes and ("_foreach_" in facts.name or "_fused_" in facts.name)
+                half_done = half_done or facts.is_collective  # the other processes have answered the first call
+                if half_done or not is_out_of_memory(error):
+                    raise
+                if _spoils_thread(error) and call is not _run_elsewhere:
+                    call = _run_elsewhere
+                else:
+                    self._pool.page_fault(error, need.likely_bytes, facts.name)
+            if dice is not None:
+                dice.put_back()
+
+    def _measured_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
+        return measured_call(func, args, kwargs, self._device_type)
+
+    def _call_in_gate(
+        self, nbytes: int, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, int | None]:
+        """Call an op that a library may run in another way where it gets no workspace: it gets one."""
+        with self._memory.gate(nbytes):
+            return call(func, args, kwargs)
+
+    def _call_searching(
+        self, need: Need, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, int | None]:
+        """Call a convolution that looks for its fastest algorithm, with no more memory than the budget leaves.
+
+        What the library is refused meanwhile says nothing of the plan. An algorithm that was found before gets its
+        workspace where room was made for it.
+        """
+        self._refusals += self._memory.refusals()
+        try:
+            if not need.measured:
+                return call(func, args, kwargs)
+            return self._call_in_gate(need.likely_bytes, call, func, args, kwargs)
+        except RuntimeError as error:
+            if _NO_ALGORITHM in str(error) and self._memory.refusals():  # none at all found room: a page fault
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+        finally:
+            self._memory.refusals()
+
+
+def _run_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
+    return func(*args, **kwargs), None
+
+
+def _run_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
+    """Run an op on a thread of its own, which may start more."""
+    # Where there is no room for their stacks, OpenMP ends the process; this raises an error that we can mend. Stacks
+    # are mapped: a hole in the heap, which a tensor might find, would be no proof.
+    try:
+        mmap.mmap(-1, _STACK_BYTES * torch.get_num_threads()).close()
+    except OSError as error:
+        raise MemoryError("can't allocate memory for the stacks of threads") from error
+
+    def run() -> tuple[Any, int | None]:
+        torch.get_num_threads()  # makes the new thread use as many as this one: kernels are built for a number
+        with torch._C._AutoDispatchBelowAutograd():  # as inside a dispatch mode
+            return measured_call(func, args, kwargs)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
+def _spoils_thread(error: BaseException) -> bool:
+    """Whether the error stays with the thread.
+
+    When there is no memory for the code of a kernel, oneDNN's assembler notes it in a variable of the thread that
+    nothing ever clears: no new kernel can be built on that thread. One that another thread has built can be used.
+    """
+    return "could not create a primitive" in str(error)
