@@ -355,14 +355,14 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 def test_nothing_is_away_while_an_op_of_another_library_runs(eager: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     away: list[bool] = []
-    call = Executor._call
+    prepare = Executor._prepare
 
-    def looking(self: Executor, func: Any, facts: OpFacts, *rest: Any) -> Any:
+    def looking(self: Executor, facts: OpFacts, need: Need) -> None:
+        prepare(self, facts, need)
         if facts.name.startswith("outgrow_tests"):
             away.append(self._parking.busy)
-        return call(self, func, facts, *rest)
 
-    monkeypatch.setattr(Executor, "_call", looking)
+    monkeypatch.setattr(Executor, "_prepare", looking)
 
     def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
         assert isinstance(model, Looked)

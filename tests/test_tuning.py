@@ -266,6 +266,15 @@ def test_a_batch_whose_first_run_was_lucky_is_not_the_answer(monkeypatch: pytest
     assert answer.batch_size == 32
 
 
+def test_what_is_foretold_to_be_nearly_as_good_is_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "_CLOSE", 0.0)  # as if all were
+    answer = outgrow.tune(
+        make_mlp, budget="1GiB", objective="throughput", base_batch=4, max_batch=16, noise_scale=1e4, trials=20
+    )
+    assert len(answer.candidates) > 5
+    assert all(item.measured_step_seconds is not None for item in answer.candidates)
+
+
 def test_every_size_that_fits_is_a_candidate(small_answer: outgrow.Tuning) -> None:
     sizes = [item.batch_size for item in small_answer.candidates]
     assert set(sizes_between(1, small_answer.largest_batch)) <= set(sizes)

@@ -25,6 +25,7 @@ from outgrow.errors import UnknownWorkspace
 from outgrow.networks import find
 from outgrow.planning.plan import Plan
 from outgrow.planning.workspaces import costed
+from outgrow.runtime.calls import Calls
 from outgrow.runtime.care import Need, OpNeeds
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.executor import Executor
@@ -321,14 +322,14 @@ def on_gpu(fakes: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch) -> Fake
     made = fakes(luck=0.0)
     monkeypatch.setattr("test_cuda_session.CountedRam", Watched)
     monkeypatch.setattr(outgrow.session, "_workspace_of", lambda device, workspace: find_workspace(workspace))
-    usual = Executor._measured_call
+    usual = Calls._measured_call
 
-    def refusing(executor: Executor, func: Any, *rest: Any) -> Any:
+    def refusing(calls: Calls, func: Any, *rest: Any) -> Any:
         if "convolution" in str(func) and torch.backends.cudnn.benchmark:
             Watched.refused += 1
-        return usual(executor, func, *rest)
+        return usual(calls, func, *rest)
 
-    monkeypatch.setattr(Executor, "_measured_call", refusing)
+    monkeypatch.setattr(Calls, "_measured_call", refusing)
     Watched.refused = 0
     return made
 
@@ -390,16 +391,16 @@ def test_dynamic_convolutions_ask_for_their_results_alone(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("benchmark", "on_gpu")
 def test_a_convolution_that_finds_no_room_for_any_algorithm_is_a_page_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[str] = []
-    usual = Executor._measured_call
+    usual = Calls._measured_call
 
-    def failing(executor: Executor, func: Any, *rest: Any) -> Any:
-        if "convolution" in str(func) and not failed and len(executor._pool._entries) > 10:
+    def failing(calls: Calls, func: Any, *rest: Any) -> Any:
+        if "convolution" in str(func) and not failed and len(calls._pool._entries) > 10:
             failed.append(str(func))
             Watched.refused += 1
             raise RuntimeError("FIND was unable to find an engine to execute this computation")
-        return usual(executor, func, *rest)
+        return usual(calls, func, *rest)
 
-    monkeypatch.setattr(Executor, "_measured_call", failing)
+    monkeypatch.setattr(Calls, "_measured_call", failing)
     make = training_of("resnet-18", 32, 2)
     plain = train_plain(make, 3)
     ours, summaries = train_in_session(make, 3, budget=budget_for(make, 1.0), workspace="dynamic")
