@@ -115,6 +115,33 @@ def planning() -> str:
     return f"{_table(head, rows)}\n\n{command}"
 
 
+def tuning() -> str:
+    """The tuner's answers beside all batches that fit, and what it had predicted of them."""
+    name, figures = _files("cpu-tuning.json")[0]
+    rows = []
+    for result in figures["results"]:
+        told = (f"{size['batch']}{'' if size['foretold'] else '*'}: {size['ratio']:.2f}" for size in result["sizes"])
+        rows.append(
+            (
+                f"{result['network']}, size {result['image_size']}, {_mib(result['budget_bytes'])}",
+                f"{result['plain_batch']} and {result['largest_batch']}",
+                f"{result['chosen_batch']}: {result['best_share']:.3f} of {result['best_batch']}'s",
+                ", ".join(told),
+                f"{result['choice_peak_bytes'] / result['budget_bytes']:.3f}",
+            )
+        )
+    head = (
+        "network, budget",
+        "largest batch, plain and ours",
+        "its choice: throughput, of the best one's",
+        "predicted over measured throughput, by batch",
+        "peak of 20 steps of its choice, over the budget",
+    )
+    note = figures["environment"].get("note")
+    command = f"```sh\npython benchmarks/tuning.py --output benchmarks/results/{name}\n```"
+    return "\n\n".join([_table(head, rows), *([note] if note else []), command])
+
+
 _TABLES: Mapping[str, Callable[[], str]] = {
     "curve": curve,
     "peers": peers,
@@ -122,6 +149,7 @@ _TABLES: Mapping[str, Callable[[], str]] = {
     "equality": equality,
     "predictions": predictions,
     "planning": planning,
+    "tuning": tuning,
 }
 
 

@@ -131,12 +131,15 @@ def refusals() -> dict[str, list[str]]:
     inside, tensors = plain(), plain()
     fully_shard(inside[1], mesh=mesh)
     tensors[0].weight = nn.Parameter(distribute_tensor(tensors[0].weight.detach(), mesh))
+    mixed = DistributedDataParallel(plain())
+    # As its argument this makes a stream, which PyTorch for CUDA cannot where there is no GPU.
+    mixed.mixed_precision = _MixedPrecision(torch.bfloat16)
     models = {
         "fully_shard": fully_shard(plain(), mesh=mesh),
         "inside": inside,
         "FullyShardedDataParallel": FullyShardedDataParallel(plain(), device_id=torch.device("cpu")),
         "DTensor": tensors,
-        "mixed_precision": DistributedDataParallel(plain(), mixed_precision=_MixedPrecision(torch.bfloat16)),
+        "mixed_precision": mixed,
         "nothing of it": plain(),
     }
     said = {}
