@@ -34,7 +34,7 @@ class _Entry:
     """A value that may be away: a saved one as the pool sees it, or one that the plan parks.
 
     `leaving` says that a copy out is under way, `offloading` or `parking` (or both) what for. `parked` is what left
-    although the program holds it; what is `lent` is training state.
+    although the program holds it.
     """
 
     nbytes: int
@@ -49,7 +49,6 @@ class _Entry:
     offloading: bool = False
     parking: bool = False
     parked: bool = False
-    lent: bool = False
     arrives: float = 0.0
 
 
