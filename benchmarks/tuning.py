@@ -4,9 +4,11 @@
 
 For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Then all sizes that
 fit, powers of two and one and a half times those, up to --max-batch, train in processes of their own that take turns
-of a few steps.
+of a few steps. What comes within a tenth of the best races once more, in new processes and shorter turns: the best of
+many sizes was also the luckiest, and a machine whose speed wavers by a tenth says little in three turns.
 Compared are what the tuner predicted of each size with what is measured now, the throughput of its choice with the
-best, the largest batch that fits with plain PyTorch's, and the peak of 20 steps of its choice with the budget.
+best of that final, the largest batch that fits with plain PyTorch's, and the peak of 20 steps of its choice with the
+budget. `--finals-of FILE` runs only the finals of what an earlier run wrote.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 from environment import environment, write
 
-from outgrow.cli.interleave import Run, Setup, interleave
+from outgrow.cli.interleave import Run, Setup, SetupFailed, interleave
 from outgrow.cli.job import make_job
 from outgrow.cli.options import Options
 from outgrow.cost.hardware import Hardware
@@ -43,6 +45,8 @@ _NETWORKS: Mapping[str, tuple[int, str]] = {
 _STEPS_OF_THE_CHOICE = 20
 # The first step of a turn finds the caches cold, and the disk busy with what others wrote: it does not count.
 _STEPS_OF_A_TURN = 4
+_STEPS_OF_A_FINAL_TURN = 2
+_CLOSE = 0.9
 _TRAINING_LIMIT_SECONDS = 3600
 
 
@@ -66,8 +70,21 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Final:
+    """The sizes that came close to the best, raced again: samples per second, turn by turn.
+
+    `best_batch` has the highest median, and `best_share` is the median over the turns of the choice's throughput over
+    that one's in the same turn.
+    """
+
+    samples_per_second: Mapping[int, tuple[float, ...]]
+    best_batch: int
+    best_share: float
+
+
+@dataclass(frozen=True)
 class Result:
-    """What came of one network. Sizes in bytes; `best_share` is the choice's throughput over the best one's."""
+    """What came of one network. Sizes in bytes; `best_batch` and `best_share` are of all sizes, before the final."""
 
     network: str
     image_size: int
@@ -83,19 +100,56 @@ class Result:
     choice_peak_bytes: int
     choice_oom_retries: int
     tuning: Mapping[str, Any]
+    final: Final
 
 
 def main() -> None:
     given = _arguments()
     device = this_machine()
     results: list[Result] = []
+    if given.finals_of is not None:
+        _race_again(given)
+        return
     for name in given.network or _NETWORKS:
-        results.append(_measure(name, given.rounds, given.max_batch, device))
+        results.append(_measure(name, given.rounds, given.final_rounds, given.max_batch, device))
         print(_in_words(results[-1]), flush=True)
         write(given.output, {"environment": environment(), "results": [_with_ratios(result) for result in results]})
 
 
-def _measure(name: str, rounds: int, max_batch: int, device: Hardware) -> Result:
+def _race_again(given: argparse.Namespace) -> None:
+    """The finals of what an earlier run measured, and all of that with them."""
+    results = json.loads(given.finals_of.read_text())["results"]
+    for result in results:
+        name = result["network"]
+        if name not in (given.network or _NETWORKS):
+            continue
+        measured = {size["batch"]: size["measured"] for size in result["sizes"]}
+        final = _final(name, measured, result["chosen_batch"], given.final_rounds)
+        result["final"] = asdict(final)
+        print(f"{name}: {_final_in_words(final, result['chosen_batch'])}", flush=True)
+    write(given.output, {"environment": environment(), "results": results})
+
+
+def _final(name: str, measured: Mapping[int, float], chosen: int, rounds: int) -> Final:
+    image_size, budget = _NETWORKS[name]
+    options = Options(name, image_size=image_size, budget=budget, data="synthetic")
+    least = _CLOSE * max(measured.values())
+    batches = [batch for batch, speed in measured.items() if speed >= least or batch == chosen]
+    setups = [Setup(str(batch), replace(options, batch=batch)) for batch in batches]
+    runs = interleave(setups, rounds, _STEPS_OF_A_FINAL_TURN)
+    turns: dict[int, tuple[float, ...]] = {}
+    for batch in batches:
+        run = runs[str(batch)]
+        if run.failure is not None:
+            raise SetupFailed(str(batch), run.failure)
+        counted = run.rows[_STEPS_OF_A_FINAL_TURN - 1 :: _STEPS_OF_A_FINAL_TURN]
+        turns[batch] = tuple(batch / row.seconds for row in counted)
+    best = max(batches, key=lambda batch: median(turns[batch]))
+    share = median(ours / theirs for ours, theirs in zip(turns[chosen], turns[best], strict=True))
+    return Final(turns, best, share)
+
+
+def _measure(name: str, rounds: int, final_rounds: int, max_batch: int, device: Hardware) -> Result:
     image_size, budget = _NETWORKS[name]
     options = Options(name, image_size=image_size, budget=budget)
     limit = ("--max-batch", str(max_batch))
@@ -126,6 +180,7 @@ def _measure(name: str, rounds: int, max_batch: int, device: Hardware) -> Result
     # Accumulation comes at the end of the list: a choice of several passes has no turn of its own, its run counts.
     ours = next((size.measured for size in sizes if size.batch == chosen), answer["chosen"]["goodput"])
     best = max(sizes, key=lambda size: size.measured)
+    final = _final(name, {size.batch: size.measured for size in sizes}, answer["micro_batch"], final_rounds)
     trained = _command("train", replace(options, batch=answer["micro_batch"]), "--steps", str(_STEPS_OF_THE_CHOICE))
     job = make_job(options)
     budget_bytes = parse_bytes(budget)
@@ -150,6 +205,7 @@ def _measure(name: str, rounds: int, max_batch: int, device: Hardware) -> Result
         choice_peak_bytes=trained["highest_peak_bytes"],
         choice_oom_retries=trained["oom_retries"],
         tuning=answer,
+        final=final,
     )
 
 
@@ -176,16 +232,22 @@ def _with_ratios(result: Result) -> dict[str, Any]:
 def _in_words(result: Result) -> str:
     sizes = " ".join(f"{size.batch}{'' if size.foretold else '*'}:{size.ratio:.2f}" for size in result.sizes)
     return (
-        f"{result.network}: chose {result.chosen_batch}, {result.best_share:.3f} of the best ({result.best_batch}); "
+        f"{result.network}: {_final_in_words(result.final, result.chosen_batch)}; "
         f"largest {result.largest_batch}, plain {result.plain_batch}; predicted / measured (* not foretold) {sizes}; "
         f"peak of its choice {result.choice_peak_bytes / result.budget_bytes:.3f} of the budget"
     )
+
+
+def _final_in_words(final: Final, chosen: int) -> str:
+    return f"chose {chosen}, {final.best_share:.3f} of the best ({final.best_batch}) in the final"
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", action="append", choices=list(_NETWORKS), help="only this one; may be repeated")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each batch, of four steps")
+    parser.add_argument("--final-rounds", type=int, default=8, help="turns in the final, of two steps, one counts")
+    parser.add_argument("--finals-of", type=Path, metavar="FILE", help="run only the finals of what FILE has")
     parser.add_argument("--max-batch", type=int, default=64, help="the largest batch that is looked at and run")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cpu-tuning.json"))
     return parser.parse_args()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import outgrow
 from outgrow import BudgetTooSmall, SpillError
 from outgrow.planning.floor import least_budget
+from outgrow.planning.parks import gaps, park
+from outgrow.planning.plan import Plan, make_plan
+from outgrow.planning.prefetch import with_prefetch
 from outgrow.planning.problem import Problem
 from outgrow.runtime.care import Need
 from outgrow.runtime.demand import Demand
@@ -133,6 +138,34 @@ def test_the_first_step_fits_the_least_budget(
     with suppress(BudgetTooSmall):
         _, summaries = train_in_session(make, 1, budget=budget, policy="lru")  # a plan comes after that step
         assert summaries[0].measured_peak_bytes > budget  # a workspace that nobody guessed
+
+
+@dataclass(frozen=True)
+class CopyAll:
+    """Copies every saved value out, and parks one: a recorded step must find the rest of its room by itself."""
+
+    name: str = "copy-all"
+
+    def plan(self, problem: Problem) -> Plan:
+        parks = (item for gap in gaps(problem) if (item := park(problem, gap)) is not None)
+        return make_plan(
+            self.name, problem, with_prefetch(problem, problem.candidates), parks=tuple(islice(parks, 1))
+        )
+
+
+def test_what_a_plan_still_copies_out_leaves_where_the_program_holds_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = SpillFile.write
+
+    def slow(self: SpillFile, slot: Slot, address: int) -> None:
+        time.sleep(0.05)
+        write(self, slot, address)
+
+    monkeypatch.setattr(SpillFile, "write", slow)
+    make = supervised(Hourglass)
+    budget = int(least_of(make) * 1.05) + 4096
+    ours, summaries = train_in_session(make, 2, budget=budget, policy=CopyAll())
+    assert ours == train_plain(make, 2)
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
 
 
 # --- values, traces ---

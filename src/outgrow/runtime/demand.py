@@ -136,11 +136,8 @@ class Demand:
             if storage is None:
                 self._idle.pop(serial, None)
                 self._state.pop(serial, None)
-            elif (
-                serial not in in_use
-                and self._parking.may_leave(record, storage)
-                and not self._pool.is_reading(storage)
-            ):
+            elif serial not in in_use and self._parking.may_leave(record, storage):
+                self._pool.wait_until_read(storage)
                 chosen.append(record)
                 excess -= record.nbytes
         if chosen:

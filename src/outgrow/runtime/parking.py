@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from outgrow.errors import DeviceOutOfMemory, SpillError
-from outgrow.planning.parks import may_park
 from outgrow.planning.plan import Plan
-from outgrow.planning.problem import STATE, Problem
+from outgrow.planning.problem import STATE
 from outgrow.runtime.copies.copy import Copies, Copy
 from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
 from outgrow.runtime.recompute import Verdicts
-from outgrow.runtime.remake import Remake, RunOp, can_remake, digest
+from outgrow.runtime.remake import Remake, RunOp, digest
+from outgrow.runtime.sightings import Sightings
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.tiers.place import Place
 from outgrow.tracing.ir import Kind
@@ -118,21 +118,14 @@ class Parking:
         self.lends = False
         self._gradient_serials: set[int] = set()
         self._filling: _Parked | None = None
-        self._births: dict[int, list[tuple[int, int]]] = {}
-        self._sizes: dict[int, int] = {}
-        self._names: dict[int, str] = {}
-        self._gradients: set[int] = set()
         self._verdicts = verdicts
-        self._remade: dict[int, int] = {}  # gradients that are made anew, with the op that makes each
-        self._remakes: dict[int, Remake] = {}
         self.remade_nbytes = self.proofs = 0
         self.remake_seconds = 0.0
+        self._remade: dict[int, int] = {}  # gradients that are made anew, with the op that makes each
         if plan is not None and not recorded:
             births = ((item.value, plan.problem.trace.values[item.value].birth) for item in plan.parks if item.remade)
             self._remade = {value: birth for value, birth in births if verdicts.gradients.get(birth, True)}
-        self._records: dict[int, StorageRecord] = {}
-        if plan is not None:
-            self._look_out_for({item.value for item in plan.parks}, plan.problem)
+        self._seen = Sightings(self._ledger, plan, kinds, self._remade)
         self._own: set[int] = set()
         self._exposed: set[int] = set()
         self._cancelled: list[_Parked] = []
@@ -140,23 +133,6 @@ class Parking:
         # The functions that run now, with their arguments: some read memory past the dispatcher.
         self._calls: list[tuple[Any, Any, Any]] = []
         self.is_watched: Callable[[], bool] = lambda: False
-
-    def _look_out_for(self, values: Iterable[int], problem: Problem) -> None:
-        known = {record.serial: record for record in self._ledger.alive()} if values else {}
-        for index in values:
-            value = problem.trace.values[index]
-            if not may_park(problem, index):
-                continue
-            self._sizes[index] = value.nbytes
-            if value.birth < 0:  # traces of a session have its ledger's numbers
-                record = known.get(value.storage)
-                if record is not None and self._kinds.get(record.serial) is value.kind:
-                    self._records[index] = record
-            elif index in (made := problem.trace.ops[value.birth].outputs):
-                self._births.setdefault(value.birth, []).append((made.index(index), index))
-                self._names[value.birth] = problem.trace.ops[value.birth].name
-                if value.kind is Kind.GRADIENT:
-                    self._gradients.add(index)
 
     @property
     def busy(self) -> bool:
@@ -190,21 +166,12 @@ class Parking:
             if record is not None and record.serial > newest:
                 records.append(record)
                 self._own.add(record.serial)
-        if self._names.get(number) != facts.name:
-            return
         born = list({record.serial: record for record in records}.values())
-        for place, value in self._births[number]:
-            if place < len(born) and born[place].nbytes == self._sizes[value]:
-                self._records[value] = born[place]
-                if value in self._gradients:
-                    self._lendable.add(born[place].serial)
-                if self._remade.get(value) == number and can_remake(func, args, outputs):
-                    self._remakes[value] = Remake(self._ledger, func, args, outputs[0])
+        self._lendable.update(self._seen.ran(number, facts.name, func, args, outputs, born))
 
     def agrees(self, value: int, entry: Entry) -> bool:
         """Whether a saved value is where the op that made it left it, as far as is known here."""
-        record = self._records.get(value)
-        return record is None or record.serial == entry.serial
+        return self._seen.agrees(value, entry.serial)
 
     def expose(self, tensors: Iterable[torch.Tensor]) -> None:
         """Somebody has the address of this memory: it stays where it is, to the end of the step."""
@@ -242,16 +209,14 @@ class Parking:
 
     def start_out(self, value: int, offset: int) -> None:
         """Start the copy out of a value, if all that is known of it allows that."""
-        record = self._records.get(value)
+        record = self._seen.find_whole(value)
         storage = None if record is None else record.storage()
-        if record is None or storage is None or record.nbytes != self._sizes[value]:
-            return
-        if not self.may_leave(record, storage):
+        if record is None or storage is None or not self.may_leave(record, storage):
             return
         if record.serial in self.arguments():
             self._postponed.append((value, offset))
             return
-        remake = self._remakes.pop(value, None)
+        remake = self._seen.take_remake(value)
         if remake is not None and remake.is_true:
             self._drop(value, record, storage, remake, self._pool.place(offset, record.nbytes))
             return
@@ -344,7 +309,7 @@ class Parking:
 
     def start_in(self, value: int, room_ahead: int) -> bool:
         """Start a planned copy back; False while it and the coming `room_ahead` bytes do not fit the budget."""
-        record = self._records.get(value)
+        record = self._seen.find(value)
         parked = None if record is None else self._parked.get(record.serial)
         if parked is None or not self._is_away(parked):
             return True
@@ -368,9 +333,7 @@ class Parking:
 
     def before_change(self, record: StorageRecord) -> None:
         """What a storage holds may change: nothing may have to be made anew from it any more."""
-        for value, remake in list(self._remakes.items()):
-            if remake.reads(record):
-                self._remakes.pop(value).let_go()
+        self._seen.before_change(record)
         for parked in list(self._parked.values()):
             if parked.remake is not None and parked.remake.reads(record):
                 self.restore(parked.record)
@@ -408,7 +371,7 @@ class Parking:
 
     def return_state(self) -> None:
         """A backward pass is over: all of the training state comes back. Raises what `restore` raises."""
-        self._forget_remakes()
+        self._seen.forget_remakes()
         lent = [parked for parked in self._parked.values() if parked.lent]
         # All copies are on the lane before the first is waited for, or anything is made anew.
         for parked in sorted(lent, key=lambda parked: parked.remake is not None):
@@ -419,12 +382,6 @@ class Parking:
                     self._forget(parked)
         for parked in lent:
             self.restore(parked.record)
-
-    def _forget_remakes(self) -> None:
-        """What was to be made anew, and did not leave after all, will not."""
-        for remake in self._remakes.values():
-            remake.let_go()
-        self._remakes.clear()
 
     @contextmanager
     def peeking(self) -> Iterator[None]:
@@ -531,9 +488,8 @@ class Parking:
 
     def _judge(self, parked: _Parked, truth: bytes) -> None:
         """A gradient is back from the disk: was it the same when it was made anew?"""
-        births = (self._remade[value] for value, record in self._records.items() if record is parked.record)
-        for birth in births:
-            self._verdicts.gradients[birth] = parked.trial == truth
+        for value in self._seen.values_of(parked.record):
+            self._verdicts.gradients[self._remade[value]] = parked.trial == truth
         parked.trial = b""
         self.proofs += 1
 
@@ -606,7 +562,7 @@ class Parking:
     def depart(self) -> None:
         """The step is not the plan's: what was planned is over."""
         self._postponed.clear()
-        self._forget_remakes()
+        self._seen.forget_remakes()
         if not self._on_demand:
             self.give_up()
 
@@ -618,7 +574,7 @@ class Parking:
         """
         self.on = False
         self._postponed.clear()
-        self._forget_remakes()
+        self._seen.forget_remakes()
         if self._on_demand:
             self.restore_all()
         for parked in list(self._parked.values()):
@@ -632,7 +588,7 @@ class Parking:
             KeyboardInterrupt: somebody was impatient; everything is back all the same.
         """
         self.on = self.lends = False
-        self._forget_remakes()
+        self._seen.forget_remakes()
         impatience: KeyboardInterrupt | None = None
         # What is made anew may be made from what comes back.
         for parked in sorted(self._parked.values(), key=lambda parked: parked.remake is not None):
@@ -651,7 +607,7 @@ class Parking:
             assert parked.writing is not None
             parked.writing.wait()
         self._forget_cancelled()
-        self._records.clear()
+        self._seen.forget()
         self._calls.clear()
         self._postponed.clear()
         if impatience is not None:

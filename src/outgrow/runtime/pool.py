@@ -218,6 +218,16 @@ class Pool:
         """Whether a copy out is under way that reads this memory."""
         return any(held is storage and not copy.done for copy, _, held in self._leaving)
 
+    def wait_until_read(self, storage: torch.UntypedStorage) -> None:
+        """Wait until no copy out reads this memory any more.
+
+        Raises:
+            SpillError: a copy failed. Its value is still in memory.
+        """
+        while self.is_reading(storage):
+            self.wait_for(self._leaving[0][0])
+            self._land_first()
+
     def _is_parked(self, record: StorageRecord) -> bool:
         return self.parked is not None and self.parked.holds(record)
 
@@ -392,7 +402,7 @@ class Pool:
     def wait_out(self, entry: Entry) -> None:
         """Wait until a value has left."""
         if entry.writing is not None:
-            self._wait(entry.writing)
+            self.wait_for(entry.writing)
             self.land()
 
     def start_in(self, entry: Entry, room_ahead: int) -> bool:
@@ -440,7 +450,7 @@ class Pool:
         reading, entry.reading = entry.reading, None
         if reading is None:
             return None
-        self._wait(reading)
+        self.wait_for(reading)
         if reading.error is None:
             return None
         self._let_go(entry)
@@ -522,7 +532,7 @@ class Pool:
     def _send_away(self, nbytes: int) -> bool:
         """Take one step towards `nbytes` of free memory, the quickest there is; False if there is none."""
         if any(entry.record.other_holders() <= 0 for _, entry, _ in self._leaving):
-            self._wait(self._leaving[0][0])
+            self.wait_for(self._leaving[0][0])
             self._land_first()
             return True
         before, submitted = self._ledger.live_bytes, 0
@@ -541,7 +551,9 @@ class Pool:
             return True
         if not self._abandoned:
             return False
-        self._wait(self._abandoned[0][0])  # nobody wants it any more, and its memory is all that is left to hope for
+        self.wait_for(
+            self._abandoned[0][0]
+        )  # nobody wants it any more, and its memory is all that is left to hope for
         self.land()
         return True
 
@@ -563,9 +575,6 @@ class Pool:
 
     def wait_for(self, copy: Copy) -> None:
         """Wait for a copy, and count the time as stall."""
-        self._wait(copy)
-
-    def _wait(self, copy: Copy) -> None:
         if copy.done:
             return
         start = time.perf_counter()

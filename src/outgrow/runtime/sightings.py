@@ -1,0 +1,114 @@
+"""Which storages of the step that runs are which of a plan's values: known as soon as the op that makes them ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from outgrow.planning.parks import may_park
+from outgrow.planning.plan import Plan
+from outgrow.planning.problem import Problem
+from outgrow.runtime.remake import Remake, can_remake
+from outgrow.tracing.ir import Kind
+from outgrow.tracing.ledger import Ledger, StorageRecord
+
+
+class Sightings:
+    """The values that a plan parks, as far as this step has shown them; and how to make some of them anew."""
+
+    def __init__(
+        self, ledger: Ledger, plan: Plan | None, kinds: Mapping[int, Kind], remade: Mapping[int, int]
+    ) -> None:
+        """`kinds` has the training state by serial number, `remade` the op that makes each gradient to remake."""
+        self._ledger = ledger
+        self._remade = remade
+        self._records: dict[int, StorageRecord] = {}
+        self._sizes: dict[int, int] = {}
+        self._births: dict[int, list[tuple[int, int]]] = {}  # by op, its values with their places among its outputs
+        self._names: dict[int, str] = {}
+        self._gradients: set[int] = set()
+        self._remakes: dict[int, Remake] = {}
+        if plan is not None and plan.parks:
+            self._look_out_for({item.value for item in plan.parks}, plan.problem, kinds)
+
+    def _look_out_for(self, values: Iterable[int], problem: Problem, kinds: Mapping[int, Kind]) -> None:
+        known = {record.serial: record for record in self._ledger.alive()}
+        for index in values:
+            value = problem.trace.values[index]
+            if not may_park(problem, index):
+                continue
+            self._sizes[index] = value.nbytes
+            if value.birth < 0:  # traces of a session have its ledger's numbers
+                record = known.get(value.storage)
+                if record is not None and kinds.get(record.serial) is value.kind:
+                    self._records[index] = record
+            elif index in (made := problem.trace.ops[value.birth].outputs):
+                self._births.setdefault(value.birth, []).append((made.index(index), index))
+                self._names[value.birth] = problem.trace.ops[value.birth].name
+                if value.kind is Kind.GRADIENT:
+                    self._gradients.add(index)
+
+    def ran(
+        self,
+        number: int,
+        name: str,
+        func: Any,
+        args: Sequence[Any],
+        outputs: Sequence[torch.Tensor],
+        born: Sequence[StorageRecord],
+    ) -> list[int]:
+        """Op `number` ran and wrote or made the storages `born`. Gives the serial numbers of gradients among them."""
+        if self._names.get(number) != name:
+            return []
+        gradients = []
+        for place, value in self._births[number]:
+            if place < len(born) and born[place].nbytes == self._sizes[value]:
+                self._records[value] = born[place]
+                if value in self._gradients:
+                    gradients.append(born[place].serial)
+                if self._remade.get(value) == number and can_remake(func, args, outputs):
+                    self._remakes[value] = Remake(self._ledger, func, args, outputs[0])
+        return gradients
+
+    def find(self, value: int) -> StorageRecord | None:
+        """The storage of a value; None where it was not seen."""
+        return self._records.get(value)
+
+    def find_whole(self, value: int) -> StorageRecord | None:
+        """The same; None also where the storage is of another size by now."""
+        record = self._records.get(value)
+        return record if record is not None and record.nbytes == self._sizes[value] else None
+
+    def agrees(self, value: int, serial: int) -> bool:
+        """Whether a value is where the op that made it left it, as far as is known here."""
+        record = self._records.get(value)
+        return record is None or record.serial == serial
+
+    def values_of(self, record: StorageRecord) -> list[int]:
+        """The plan's values that lie in a storage."""
+        return [value for value, other in self._records.items() if other is record]
+
+    # --- how to make them anew ---
+
+    def take_remake(self, value: int) -> Remake | None:
+        """How to make a gradient anew, where that is known; whoever takes it lets go of it."""
+        return self._remakes.pop(value, None)
+
+    def before_change(self, record: StorageRecord) -> None:
+        """What a storage holds may change: nothing that is still here will be made anew from it."""
+        for value, remake in list(self._remakes.items()):
+            if remake.reads(record):
+                self._remakes.pop(value).let_go()
+
+    def forget_remakes(self) -> None:
+        """What was to be made anew, and did not leave after all, will not."""
+        for remake in self._remakes.values():
+            remake.let_go()
+        self._remakes.clear()
+
+    def forget(self) -> None:
+        """The step is over."""
+        self.forget_remakes()
+        self._records.clear()
