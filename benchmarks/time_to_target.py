@@ -133,9 +133,9 @@ def text() -> Task:
         lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
         batches,
         score,
-        target=-2.2,
-        samples_between=2048,
-        most_samples=40960,
+        target=-2.3,
+        samples_between=512,
+        most_samples=8192,
     )
 
 

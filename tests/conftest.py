@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import outgrow
 from outgrow.cost import measure
+from outgrow.planning.policies import auto
 from outgrow.tuning import trial
 
 TESTS = Path(__file__).parent
@@ -180,6 +181,13 @@ def short_trials() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, "_LEAST_SECONDS", 0.0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans just above the least budget are not polished for seconds, but where tests ask how good plans are."""
+    if request.module.__name__ not in ("test_auto", "test_policies"):
+        monkeypatch.setattr(auto, "_TRIES", 20)
 
 
 @pytest.fixture

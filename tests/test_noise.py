@@ -1,5 +1,6 @@
 """The gradient noise scale: estimated right, whatever passes, clipping and processes stand between."""
 
+import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -169,7 +170,9 @@ def _one_of_two(rank: int, folder: str) -> float:
         optimizer.step()
         optimizer.zero_grad()
     assert noise.scale is not None
-    dist.destroy_process_group()
+    # The wrapper and its group live as long as this process. Where their end comes with the function's, PyTorch waits
+    # for a thread of the group, with the lock of the interpreter in hand, which that thread may want.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(model))
     return noise.scale.samples
 
 
