@@ -38,7 +38,7 @@ SOURCE = TESTS.parent / "src"
 CHILD_SECONDS = 180
 # Plans just above the least budget are not polished for seconds, but where tests ask how good plans are.
 TRIES = 20
-ASK_HOW_GOOD_PLANS_ARE = ("test_auto", "test_policies")
+ASK_HOW_GOOD_PLANS_ARE = ("test_auto", "test_learning", "test_policies")
 
 hypothesis.settings.register_profile("fuzz", max_examples=500)
 

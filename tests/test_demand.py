@@ -123,7 +123,7 @@ def least_of(make: Make) -> int:
 
 @pytest.mark.parametrize(
     "build",
-    [lambda: Dense(12), Hourglass, Residual, lambda: Looked(None, None)],
+    [lambda: Dense(8), Hourglass, Residual, lambda: Looked(None, None)],
     ids=["dense", "hourglass", "residual", "looked"],
 )
 def test_the_first_step_fits_the_least_budget(
