@@ -105,11 +105,11 @@ class Result:
 
 def main() -> None:
     given = _arguments()
-    device = this_machine()
-    results: list[Result] = []
     if given.finals_of is not None:
         _race_again(given)
         return
+    device = this_machine()
+    results: list[Result] = []
     for name in given.network or _NETWORKS:
         results.append(_measure(name, given.rounds, given.final_rounds, given.max_batch, device))
         print(_in_words(results[-1]), flush=True)
@@ -124,7 +124,7 @@ def _race_again(given: argparse.Namespace) -> None:
         if name not in (given.network or _NETWORKS):
             continue
         measured = {size["batch"]: size["measured"] for size in result["sizes"]}
-        final = _final(name, measured, result["chosen_batch"], given.final_rounds)
+        final = _final(name, measured, result["tuning"]["micro_batch"], given.final_rounds)
         result["final"] = asdict(final)
         print(f"{name}: {_final_in_words(final, result['chosen_batch'])}", flush=True)
     write(given.output, {"environment": environment(), "results": results})

@@ -170,8 +170,8 @@ def _one_of_two(rank: int, folder: str) -> float:
         optimizer.step()
         optimizer.zero_grad()
     assert noise.scale is not None
-    # The wrapper and its group live as long as this process. Where their end comes with the function's, PyTorch waits
-    # for a thread of the group, with the lock of the interpreter in hand, which that thread may want.
+    # The wrapper and its group live as long as this process: where their end came with the function's, it hung once,
+    # in C++ (it seems to wait for a thread of the group that wants the interpreter's lock).
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(model))
     return noise.scale.samples
 
