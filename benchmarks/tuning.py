@@ -4,8 +4,9 @@
 
 For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Then all sizes that
 fit, powers of two and one and a half times those, up to --max-batch, train in processes of their own that take turns
-of a few steps. What comes within a tenth of the best races once more, in new processes and shorter turns: the best of
-many sizes was also the luckiest, and a machine whose speed wavers by a tenth says little in three turns.
+of a few steps, or of some seconds where steps are short. What comes within a tenth of the best races once more, in
+new processes and shorter turns: the best of many sizes was also the luckiest, and a machine whose speed wavers by a
+tenth says little in three turns.
 Compared are what the tuner predicted of each size with what is measured now, the throughput of its choice with the
 best of that final, the largest batch that fits with plain PyTorch's, and the peak of 20 steps of its choice with the
 budget. `--finals-of FILE` runs only the finals of what an earlier run wrote.
@@ -19,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,7 +46,8 @@ _NETWORKS: Mapping[str, tuple[int, str]] = {
 }
 _STEPS_OF_THE_CHOICE = 20
 # The first step of a turn finds the caches cold, and the disk busy with what others wrote: it does not count.
-_STEPS_OF_A_TURN = 4
+_STEPS_OF_A_TURN = 3
+_SECONDS_OF_A_TURN = 3.0
 _STEPS_OF_A_FINAL_TURN = 2
 _CLOSE = 0.9
 _TRAINING_LIMIT_SECONDS = 3600
@@ -154,23 +157,21 @@ def _measure(name: str, rounds: int, final_rounds: int, max_batch: int, device: 
     options = Options(name, image_size=image_size, budget=budget)
     limit = ("--max-batch", str(max_batch))
     answer = _command("tune", options, "--objective", "throughput", "--noise-scale", "1000", *limit)
-    batches = sizes_between(1, answer["largest_batch"])
     predicted = {item["batch_size"]: item for item in answer["candidates"] if item["accumulation"] == 1}
-    runs = interleave(
-        [Setup(str(batch), replace(options, batch=batch, data="synthetic")) for batch in batches],
-        rounds,
-        _STEPS_OF_A_TURN,
-    )
+    batches = [batch for batch in sizes_between(1, answer["largest_batch"]) if batch in predicted]
+    setups = [Setup(str(batch), replace(options, batch=batch, data="synthetic")) for batch in batches]
+    steps = {str(batch): _steps_of_a_turn(predicted[batch]["predicted_step_seconds"]) for batch in batches}
+    runs = interleave(setups, rounds, steps)
     sizes = tuple(
         Size(
             batch,
             predicted[batch]["foretold"],
             predicted[batch]["predicted_samples_per_second"],
             predicted[batch]["measured_samples_per_second"],
-            batch / _steady_seconds(runs[str(batch)]),
+            batch / _steady_seconds(runs[str(batch)], steps[str(batch)]),
         )
         for batch in batches
-        if runs[str(batch)].failure is None and batch in predicted
+        if runs[str(batch)].failure is None
     )
     for batch in batches:
         failure = runs[str(batch)].failure
@@ -209,8 +210,12 @@ def _measure(name: str, rounds: int, final_rounds: int, max_batch: int, device: 
     )
 
 
-def _steady_seconds(run: Run) -> float:
-    return median(row.seconds for index, row in enumerate(run.rows) if index % _STEPS_OF_A_TURN)
+def _steps_of_a_turn(step_seconds: float) -> int:
+    return max(_STEPS_OF_A_TURN, 1 + ceil(_SECONDS_OF_A_TURN / step_seconds))
+
+
+def _steady_seconds(run: Run, steps_of_a_turn: int) -> float:
+    return median(row.seconds for index, row in enumerate(run.rows) if index % steps_of_a_turn)
 
 
 def _command(command: str, options: Options, *more: str) -> dict[str, Any]:
@@ -245,8 +250,8 @@ def _final_in_words(final: Final, chosen: int) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", action="append", choices=list(_NETWORKS), help="only this one; may be repeated")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each batch, of four steps")
-    parser.add_argument("--final-rounds", type=int, default=8, help="turns in the final, of two steps, one counts")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each batch")
+    parser.add_argument("--final-rounds", type=int, default=6, help="turns in the final, of two steps, one counts")
     parser.add_argument("--finals-of", type=Path, metavar="FILE", help="run only the finals of what FILE has")
     parser.add_argument("--max-batch", type=int, default=64, help="the largest batch that is looked at and run")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cpu-tuning.json"))

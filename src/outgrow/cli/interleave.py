@@ -235,7 +235,7 @@ class Worker:
 def interleave(
     setups: Sequence[Setup],
     rounds: int,
-    steps: int = 1,
+    steps: int | Mapping[str, int] = 1,
     *,
     on_step: Callable[[Setup], None] = lambda setup: None,
     limit_seconds: float | None = None,
@@ -247,7 +247,7 @@ def interleave(
     Args:
         setups: what to train.
         rounds: how often all take turns.
-        steps: measured steps of each turn.
+        steps: measured steps of each turn, of all alike or by the set-ups' names.
         on_step: called after each step, those of the warm-up too.
         limit_seconds: the most that one step, or building a model, may take.
     """
@@ -279,7 +279,8 @@ def interleave(
         for number in range(rounds):
             # Every other round goes backwards, so that nobody always runs after the same neighbour.
             for worker in workers if number % 2 == 0 else reversed(workers):
-                rows[worker.setup.name] += turn(worker, steps)
+                name = worker.setup.name
+                rows[name] += turn(worker, steps if isinstance(steps, int) else steps[name])
         for worker in workers:
             if worker.setup.name not in failures:
                 plans[worker.setup.name] = worker.plan()
