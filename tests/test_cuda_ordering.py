@@ -25,7 +25,8 @@ from outgrow.planning.plan import slot_bytes
 from outgrow.runtime.copies import cuda
 from outgrow.runtime.copies.cuda import CudaCopies, StreamCopy
 from outgrow.runtime.copies.streams import Stream
-from outgrow.runtime.pool import Entry, Pool
+from outgrow.runtime.entry import Entry
+from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers import host
 from outgrow.runtime.tiers.disk import Slot
 from outgrow.runtime.tiers.host import DiskPlace, HostPlace, HostTier

@@ -26,7 +26,8 @@ from outgrow.planning.prefetch import with_prefetch
 from outgrow.planning.problem import Problem
 from outgrow.runtime.care import Need
 from outgrow.runtime.demand import Demand
-from outgrow.runtime.executor import Executor, StepOutcome
+from outgrow.runtime.executor import Executor
+from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.session import Session

@@ -11,7 +11,7 @@ import outgrow
 from outgrow.learning import Planner, StepKind
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find
-from outgrow.runtime.executor import StepOutcome
+from outgrow.runtime.outcome import StepOutcome
 from outgrow.tracing.ir import Phase
 from test_auto import GPU, NO_LINK, trace_of
 

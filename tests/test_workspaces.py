@@ -321,7 +321,7 @@ def on_gpu(fakes: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch) -> Fake
     """Sessions stand on the engine of CUDA, and cuDNN is refused memory wherever it looks for an algorithm."""
     made = fakes(luck=0.0)
     monkeypatch.setattr("test_cuda_session.CountedRam", Watched)
-    monkeypatch.setattr(outgrow.session, "_workspace_of", lambda device, workspace: find_workspace(workspace))
+    monkeypatch.setattr(outgrow.session, "workspace_of", lambda device, workspace: find_workspace(workspace))
     usual = Calls._measured_call
 
     def refusing(calls: Calls, func: Any, *rest: Any) -> Any:

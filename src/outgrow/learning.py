@@ -11,7 +11,7 @@ from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
-from outgrow.runtime.executor import StepOutcome
+from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recompute import Verdicts
 from outgrow.tracing.ir import Phase, Trace
 from outgrow.units import format_bytes, format_seconds

@@ -14,22 +14,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
-import psutil
 import torch
-from torch.nn.parameter import UninitializedParameter
 
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_gpu, this_machine
-from outgrow.cost.workspaces import Workspace, find_workspace
-from outgrow.errors import (
-    BudgetTooSmall,
-    DeviceOutOfMemory,
-    SessionError,
-    SpillError,
-    UnknownWorkspace,
-    UnsupportedDevice,
-)
+from outgrow.errors import BudgetTooSmall, DeviceOutOfMemory, SessionError, SpillError
 from outgrow.learning import Planner, StepKind, in_a_line, keeps_everything
+from outgrow.opening import (
+    device_of,
+    host_bytes_of,
+    memory_of,
+    refuse_foreign_plan,
+    refuse_what_is_neither,
+    workspace_of,
+)
 from outgrow.parallel import Wrappers, refuse_sharded
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
@@ -40,8 +38,11 @@ from outgrow.reporting.page import write_report
 from outgrow.reporting.subject import Subject
 from outgrow.runtime.backend import open_backend
 from outgrow.runtime.convolutions import Convolutions
-from outgrow.runtime.executor import Executor, StepOutcome
-from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
+from outgrow.runtime.entry import Entry
+from outgrow.runtime.executor import Executor
+from outgrow.runtime.faults import is_out_of_memory
+from outgrow.runtime.outcome import StepOutcome
+from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.summary import Summary
@@ -59,8 +60,6 @@ _RECORDINGS_AFTER_DEPARTURE = 8
 _LEAST_BASE_BYTES = 4096
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
 _MOST_KINDS = 32
-# Pinned memory that a session on a GPU takes at most, as a share of the RAM that is free, if nobody says.
-_HOST_SHARE = 0.5
 # What an allocator that is counted may have given out more than in the step before, as a share of the budget: blocks
 # are rounded up, and which ones were free is not the same twice.
 _JITTER_SHARE = 64
@@ -136,16 +135,16 @@ class Session:
         self._closed = True  # until everything below has worked
         self._models = as_sequence(model)
         self._optimizers = as_sequence(optimizer)
-        _refuse_what_is_neither(self._models, self._optimizers)
+        refuse_what_is_neither(self._models, self._optimizers)
         refuse_sharded(self._models)
-        self._device = _device_of(self._models)
+        self._device = device_of(self._models)
         if least_moved_bytes < 1:
             raise SessionError(f"least_moved_bytes is {least_moved_bytes}: it must be 1 or more")
-        convolutions = Convolutions(_workspace_of(self._device, workspace))
+        convolutions = Convolutions(workspace_of(self._device, workspace))
         self._watches_all = convolutions.searches
-        host_bytes = _host_bytes(self._device, host_budget)
-        self.budget_bytes = parse_bytes(budget, total_bytes=_memory_of(self._device))
-        _refuse_foreign_plan(plan, self.budget_bytes, self._device)
+        host_bytes = host_bytes_of(self._device, host_budget)
+        self.budget_bytes = parse_bytes(budget, total_bytes=memory_of(self._device))
+        refuse_foreign_plan(plan, self.budget_bytes, self._device)
         self._policy = find(policy) if isinstance(policy, str) else policy
         self._planner = Planner(self._policy)
         self._refuse_second_session()
@@ -564,71 +563,3 @@ class Step:
 
 def _parameters_of(session: Session) -> set[int]:
     return {id(parameter) for model in session._models for parameter in model.parameters()}
-
-
-def _refuse_what_is_neither(models: Sequence[object], optimizers: Sequence[object]) -> None:
-    for item in models:
-        if not isinstance(item, torch.nn.Module):
-            raise SessionError(f"model is {type(item).__name__}: give a torch.nn.Module, or a sequence of them")
-        if any(isinstance(parameter, UninitializedParameter) for parameter in item.parameters()):
-            raise SessionError("the model has lazy layers: run one forward pass first, so that its sizes are known")
-    for item in optimizers:
-        if not isinstance(item, torch.optim.Optimizer):
-            raise SessionError(
-                f"optimizer is {type(item).__name__}: give a torch.optim.Optimizer, not its parameters"
-            )
-
-
-def _refuse_foreign_plan(plan: Plan | None, budget_bytes: int, device: torch.device) -> None:
-    if plan is None:
-        return
-    if plan.budget_bytes > budget_bytes:
-        raise SessionError(
-            f"the plan is for a budget of {format_bytes(plan.budget_bytes)}, and the session has"
-            f" {format_bytes(budget_bytes)}: raise the budget, or make a plan for it"
-        )
-    if not plan.problem.trace.device.startswith(device.type):
-        raise SessionError(
-            f"the plan is for a step on {plan.problem.trace.device}, and the model is on {device}: make a plan for it"
-        )
-
-
-def _device_of(models: Sequence[torch.nn.Module]) -> torch.device:
-    devices = {parameter.device for model in models for parameter in model.parameters()}
-    if not devices:
-        raise SessionError("the model has no parameters: there is nothing to train")
-    device = next(iter(devices))
-    if len(devices) > 1 or device.type not in ("cpu", "cuda"):
-        names = ", ".join(sorted(str(device) for device in devices))
-        raise UnsupportedDevice(f"the model is on {names}: this version trains on the CPU or on one CUDA device")
-    return device
-
-
-def _memory_of(device: torch.device) -> int:
-    """What the device has in all, in bytes."""
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().total)
-    return int(torch.cuda.mem_get_info(device)[1])
-
-
-def _workspace_of(device: torch.device, workspace: str | None) -> Workspace | None:
-    kind = find_workspace(workspace)
-    if kind is not None and device.type == "cpu":
-        raise UnknownWorkspace(
-            f"workspace={workspace!r} is for models on a GPU: this one is on the CPU, where a convolution has one "
-            "way to run, and what oneDNN holds for it is kept inside the budget as it is. Leave workspace out"
-        )
-    return kind
-
-
-def _host_bytes(device: torch.device, wanted: int | str | None) -> int | None:
-    """The budget of pinned memory; None on a CPU, whose memory that would be."""
-    if device.type == "cpu":
-        if wanted is not None:
-            raise SessionError(
-                "host_budget is for models on a GPU: this one is on the CPU, where RAM is the device that `budget` is"
-                " for, and what leaves it goes to the disk. Leave host_budget out"
-            )
-        return None
-    memory = psutil.virtual_memory()
-    return int(memory.available * _HOST_SHARE) if wanted is None else parse_bytes(wanted, total_bytes=memory.total)

@@ -101,7 +101,7 @@ class Access(TorchFunctionMode):
         gradients: the mode goes on again when it does that.
         """
         name = _BACKWARD[func]
-        self._parking.lends = True
+        self._parking.lending.on = True
         roots = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
         is_plain = all(type(root) in (torch.Tensor, torch.nn.Parameter) for root in roots)
         if name not in kwargs or not is_plain:
@@ -129,7 +129,7 @@ class Access(TorchFunctionMode):
         """Code that follows on a backward pass may read gradients and parameters unseen."""
         if torch._C._current_graph_task_id() != -1:  # a pass inside a pass
             return
-        self._parking.lends = False
+        self._parking.lending.on = False
         if self._parking.busy:
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 self._parking.return_state()

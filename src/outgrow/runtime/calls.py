@@ -13,7 +13,8 @@ import torch
 from outgrow.runtime.care import Need
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.dice import Dice
-from outgrow.runtime.pool import Pool, is_out_of_memory
+from outgrow.runtime.faults import is_out_of_memory
+from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.tracing.ops import OpFacts
 from outgrow.tracing.probe import measured_call

@@ -103,7 +103,7 @@ class Demand:
             for record in self._records_of(outputs):
                 self._idle.pop(record.serial, None)
                 if record.nbytes >= self._least_moved:
-                    self._parking.accumulated(record)
+                    self._parking.lending.add((record.serial,))
                     self._state[record.serial] = record
         elif facts.makes_outputs and not facts.is_blank and (in_backward or torch.is_grad_enabled()):
             # What is made without gradients may be the optimizer's, and stay.

@@ -1,8 +1,9 @@
 """Carries a plan out in a live step.
 
 Saved-tensor hooks are the clock: each pack and unpack is a tick, and a tick starts the copies that the plan puts
-there. A dispatch mode sees each op before it runs and makes room for it. Whatever the plan says, a value that is
-asked for is there, and an op that does not fit sends the least recently used away: a plan is advice.
+there (`follower.py`). A dispatch mode sees each op before it runs and makes room for it. Whatever the plan
+says, a value that is asked for is there, and an op that does not fit sends the least recently used away: a plan is
+advice.
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outgrow.planning.agenda import actions_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.calls import Calls
@@ -30,9 +28,12 @@ from outgrow.runtime.clock import DeviceClock, Span
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.copies.copy import Copies
 from outgrow.runtime.demand import Demand
+from outgrow.runtime.entry import Entry
+from outgrow.runtime.follower import Follower
 from outgrow.runtime.handles import Handle, node_that_unpacks
+from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.parking import Parking
-from outgrow.runtime.pool import Entry, Pool
+from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Recomputer, Verdicts
 from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.tiers.memory import DeviceMemory
@@ -47,37 +48,6 @@ _LOG = logging.getLogger(__name__)
 _LARGE_RISE_BYTES = 256 << 10
 # Where ops are not watched, the resident set is looked at every so many saved tensors.
 _PACKS_PER_LOOK = 8
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What one step was measured to be. Times in seconds, sizes in bytes.
-
-    `fault_level` is the fewest live bytes at which an allocator refused memory, 0 if none did. `watched` says that
-    the dispatch mode was on, so that `peak_bytes` was measured; `blind` that a profiler of the user's hid what some
-    ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside the true values,
-    which takes time and memory that later steps will not take. `failure` is why a parked value could not come back.
-    `kept_bytes` are of saved values that stayed. `unseen_bytes` is the most that an allocator had given out beyond
-    what the ledger sees.
-    """
-
-    peak_bytes: int
-    seconds: float
-    stall_seconds: float
-    recompute_seconds: float
-    planned_bytes: int
-    evicted_bytes: int
-    recomputed_bytes: int
-    kept_bytes: int
-    oom_retries: int
-    fault_level: int
-    watched: bool
-    blind: bool
-    followed: bool
-    proved: bool
-    packs: tuple[int, ...]
-    failure: Exception | None = None
-    unseen_bytes: int = 0
 
 
 class Executor:
@@ -126,6 +96,7 @@ class Executor:
         self._parking = Parking(ledger, pool, copies, memory, self._make_room, self._run_inside, gradients)
         pool.parked = self._parking
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
+        self._follower = Follower(pool, self._parking, self._recomputer, self._reuser, self._demand)
         self._recorder: Recorder | None = None
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
@@ -184,8 +155,8 @@ class Executor:
         assert self._stack is not None
         if self._changes_threads:
             self._come_here()
-        if self._plan is not None and self._tick < len(self._plan.problem.trace.ticks):
-            _LOG.info("fallback: the step ended early, %s", self._where_in_trace(self._tick))
+        if self._follower.on and not self._follower.done:
+            _LOG.info("fallback: the step ended early, %s", self._follower.where_next())
         try:
             with torch._C.DisableTorchFunction():
                 self._parking.end()
@@ -221,7 +192,7 @@ class Executor:
             fault_level=self._pool.fault_level or (self._peak if unsaid else 0),
             watched=self._watched,
             blind=self._blind,
-            followed=self._plan is not None and self._tick == len(self._plan.problem.trace.ticks),
+            followed=self._follower.done,
             proved=self._recomputer.proofs + self._parking.proofs > 0,
             packs=tuple(self._packs),
             failure=self._parking.failure,
@@ -239,7 +210,6 @@ class Executor:
         self._ledger.on_death = None
 
     def _reset(self, plan: Plan | None, verdicts: Verdicts | None = None, *, on_demand: bool = False) -> None:
-        self._tick = 0
         self._packs: list[int] = []
         self._numbers = 0
         self._saved_bytes = 0
@@ -250,10 +220,7 @@ class Executor:
         self._where = ""
         self._unseen = 0
         self._op_spans: list[Span | None] = []
-        self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
-        self._plan = plan
-        self._entry_of: dict[int, Entry] = {}
-        self._actions = actions_of(plan) if plan is not None else {}
+        self._follower.begin(plan)
         verdicts = verdicts or Verdicts()
         self._recomputer.begin(plan, self._kinds, verdicts)
         self._reuser.begin(plan, self._kinds)
@@ -353,63 +320,13 @@ class Executor:
             self._recorder.came_back(entry.saved_index, entry.record)
 
     def _advance(self, event: Event, handle: Handle, entry: Entry | None) -> None:
-        """One tick: see that it is the one that the plan expects, then do what the plan puts there."""
-        plan = self._plan
-        if plan is None:
+        """One tick: what the plan puts there is started, and a step that is not the plan's leaves it."""
+        if not self._follower.on:
             return
-        number, self._tick = self._tick, self._tick + 1
-        trace = plan.problem.trace
-        if number >= len(trace.ticks):
-            self._depart()
-            return
-        tick = trace.ticks[number]
-        saved = trace.saved[tick.saved]
-        if tick.event is not event or tick.saved != handle.number or saved.nbytes != handle.nbytes:
-            self._depart()
-            return
-        if entry is not None and (
-            entry.nbytes != trace.values[saved.value].nbytes  # a window as large as before on a larger storage
-            or self._entry_of.setdefault(saved.value, entry) is not entry
-            or not self._parking.agrees(saved.value, entry)
-        ):
-            self._depart()
-            return
-        for action, value, offset in self._actions.get(number, ()):
-            if action == "park":
-                self._parking.start_out(value, offset)
-                continue
-            if action == "unpark":
-                self._deferred.append(partial(self._parking.start_in, value))
-                continue
-            target = self._entry_of.get(value)
-            if target is None or target.handles == 0:
-                continue
-            if action == "out":
-                self._pool.start_out(target, offset)
-            elif action == "drop":
-                with self._demand.paused(), self._parking.peeking():  # its recipe is tried beside the true value
-                    self._recomputer.drop(target, value)
-            elif action == "release":
-                self._pool.wait_out(target)
-            else:
-                self._deferred.append(partial(self._pool.start_in, target))
-        if self._deferred:
-            rise = self._rise_ahead(tick.op)
-            while self._deferred and self._deferred[0](rise):
-                self._deferred.popleft()
+        if self._follower.advance(event, handle, entry):
             self._peak = max(self._peak, self._ledger.live_bytes)
-
-    def _rise_ahead(self, op: int) -> int:
-        """Bytes that the next op of the trace adds."""
-        assert self._plan is not None
-        trace = self._plan.problem.trace
-        if op >= len(trace.ops):
-            return 0
-        following = trace.ops[op]
-        if self._reuser.expects(op):
-            return following.workspace_bytes
-        born = sum(trace.values[index].nbytes for index in following.outputs if trace.values[index].version == 0)
-        return born + following.workspace_bytes
+        else:
+            self._depart()
 
     def rebuild(self, entry: Entry) -> torch.UntypedStorage:
         """Make a dropped value anew; the pool asks for it."""
@@ -468,12 +385,10 @@ class Executor:
 
     def _depart(self) -> None:
         """The step is not the one of the trace: leave the plan and let the cache decide from here on."""
-        where = self._where_in_trace(self._tick - 1)
+        where = self._follower.where()
         _LOG.info("fallback: the step departs from its trace %s; the cache decides from here on", where)
-        self._plan = None
-        self._actions = {}
+        self._follower.begin(None)
         self._reuser.begin(None, {})
-        self._deferred.clear()
         self._parking.depart()
         # The mode can join a step that began without it, but only where contexts end in the order in which they
         # began: not inside the backward pass, whose thread state is put back, and not inside a mode of the user's.
@@ -482,15 +397,6 @@ class Executor:
             return
         self._watched = True
         self._stack.enter_context(_Watch(self, self._table))
-
-    def _where_in_trace(self, tick: int) -> str:
-        assert self._plan is not None
-        trace = self._plan.problem.trace
-        if tick >= len(trace.ticks):
-            return f"after tick {len(trace.ticks)}, its last"
-        op = trace.ticks[tick].op
-        place = trace.describe_op(op) if op < len(trace.ops) else "its end"
-        return f"at tick {tick} of {len(trace.ticks)}, op {op}: {place}"
 
     # --- the ops ---
 

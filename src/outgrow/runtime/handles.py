@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from outgrow.runtime.pool import Entry
+from outgrow.runtime.entry import Entry
 from outgrow.tracing.ledger import StorageRecord
 from outgrow.tracing.ops import nbytes_of
 

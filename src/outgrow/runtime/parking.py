@@ -21,9 +21,11 @@ import torch
 
 from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.planning.plan import Plan
-from outgrow.planning.problem import STATE
 from outgrow.runtime.copies.copy import Copies, Copy
-from outgrow.runtime.pool import Entry, Pool, is_out_of_memory
+from outgrow.runtime.entry import Entry
+from outgrow.runtime.faults import is_out_of_memory
+from outgrow.runtime.lending import Lending
+from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.remake import Remake, RunOp, digest
 from outgrow.runtime.sightings import Sightings
@@ -64,7 +66,7 @@ class Parking:
     Attributes:
         on: values may be parked: the step's plan does so, and the step is still the plan's; or it is on demand.
         nbytes: bytes that were sent out in this step.
-        lends: a backward pass runs whose end will be seen, so that training state may leave.
+        lending: which training state may leave, and when.
         failure: what went wrong when everything came back, if anything did.
         remade_nbytes: bytes of the gradients that were made anew in this step, and `remake_seconds` the time for it.
         proofs: gradients that were made anew beside a copy, to see whether they are the same.
@@ -90,7 +92,7 @@ class Parking:
         self._memory = memory
         self._make_room = make_room
         self._run = run
-        self._gradients_now = gradients
+        self.lending = Lending(gradients)
         self._parked: dict[int, _Parked] = {}
         self.begin(None, {}, Verdicts())
 
@@ -108,15 +110,12 @@ class Parking:
         In a step that is `recorded` nothing is made anew: lifetimes are those of the plain step. `verdicts` says
         which gradients were the same when they were made anew, and is added to.
         """
-        self._kinds = kinds
-        self._lendable: set[int] = {serial for serial, kind in kinds.items() if kind in STATE}
+        self.lending.begin(kinds)
         self._on_demand = on_demand
         # Elsewhere than on a CPU no plan of ours parks (`planning/parks.py` says why), and others' are not followed.
         self.on = on_demand or (plan is not None and bool(plan.parks) and self._ledger.device_type == "cpu")
         self.nbytes = 0
         self.failure: Exception | None = None
-        self.lends = False
-        self._gradient_serials: set[int] = set()
         self._filling: _Parked | None = None
         self._verdicts = verdicts
         self.remade_nbytes = self.proofs = 0
@@ -167,7 +166,7 @@ class Parking:
                 records.append(record)
                 self._own.add(record.serial)
         born = list({record.serial: record for record in records}.values())
-        self._lendable.update(self._seen.ran(number, facts.name, func, args, outputs, born))
+        self.lending.add(self._seen.ran(number, facts.name, func, args, outputs, born))
 
     def agrees(self, value: int, entry: Entry) -> bool:
         """Whether a saved value is where the op that made it left it, as far as is known here."""
@@ -236,7 +235,7 @@ class Parking:
         """Whether a storage may be parked at all, if no function that runs was given it."""
         return (
             self.on
-            and (self._may_lend(record) if self._is_state(record) else record.serial in self._own)
+            and (self.lending.may_leave(record) if self.lending.is_state(record) else record.serial in self._own)
             and record.serial not in self._exposed
             and record.serial not in self._parked
             and record.nbytes == storage.nbytes()
@@ -259,34 +258,8 @@ class Parking:
         self._parked[record.serial].remake = remake
         self.nbytes += record.nbytes
 
-    def _is_state(self, record: StorageRecord) -> bool:
-        return record.serial in self._kinds or record.serial in self._lendable
-
-    def _may_lend(self, record: StorageRecord) -> bool:
-        """Whether training state may leave: one tensor alone has it (an array would count as another)."""
-        return (
-            self.lends
-            and torch._C._current_graph_task_id() != -1
-            and record.serial in self._lendable
-            and record.other_holders() <= 1
-            and (record.serial in self._kinds or self._is_gradient(record))
-        )
-
-    def _is_gradient(self, record: StorageRecord) -> bool:
-        """Whether a storage of this step is a parameter's gradient now: hooks make other tensors beside it."""
-        if record.serial not in self._gradient_serials:
-            with torch._C.DisableTorchFunction():
-                addresses = {gradient.untyped_storage()._cdata for gradient in self._gradients_now()}
-            if record.address in addresses:
-                self._gradient_serials.add(record.serial)
-        return record.serial in self._gradient_serials
-
-    def accumulated(self, record: StorageRecord) -> None:
-        """A gradient is in place, as it seems: it is training state from now on."""
-        self._lendable.add(record.serial)
-
     def _start_writing(self, record: StorageRecord, storage: torch.UntypedStorage, copy: Copy) -> None:
-        lent = self._is_state(record)
+        lent = self.lending.is_state(record)
         self._parked[record.serial] = _Parked(record, record.nbytes, copy.slot, lent, storage, copy)
 
     def park(self, records: Sequence[StorageRecord]) -> None:
@@ -587,7 +560,7 @@ class Parking:
         Raises:
             KeyboardInterrupt: somebody was impatient; everything is back all the same.
         """
-        self.on = self.lends = False
+        self.on = self.lending.on = False
         self._seen.forget_remakes()
         impatience: KeyboardInterrupt | None = None
         # What is made anew may be made from what comes back.

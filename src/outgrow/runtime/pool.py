@@ -6,7 +6,6 @@ sends the least recently used away when an allocation would not fit.
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections import OrderedDict, deque
@@ -20,6 +19,8 @@ from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.planning.plan import Replay
 from outgrow.planning.recipes import burst
 from outgrow.runtime.copies.copy import Copies, Copy
+from outgrow.runtime.entry import Entry
+from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.tiers.place import Place, Places
 from outgrow.tracing.ledger import Ledger, StorageRecord
@@ -40,47 +41,6 @@ class Parked(Protocol):
     def holds(self, record: StorageRecord) -> bool: ...
 
     def restore(self, record: StorageRecord) -> None: ...
-
-
-class Entry:
-    """One saved value.
-
-    `storage` is the pool's own hold on its memory, None while the value is away (or only others hold it).
-    `record` is the ledger's record of the storage that holds, or last held, the value. `slot` has its bytes once
-    a copy out was finished; `recipe` makes the value anew where it was dropped, and `replay` says what becomes of it
-    when that was done for another value's sake. `serial` and `version` say which contents of which storage it was
-    saved from. `epoch` is the last step that saved it, `saved_index` its number in that step's record.
-    """
-
-    __slots__ = (
-        "epoch",
-        "handles",
-        "nbytes",
-        "reading",
-        "recipe",
-        "record",
-        "replay",
-        "saved_index",
-        "serial",
-        "slot",
-        "storage",
-        "version",
-        "writing",
-    )
-
-    def __init__(self, record: StorageRecord, storage: torch.UntypedStorage, version: int) -> None:
-        self.record = record
-        self.storage: torch.UntypedStorage | None = storage
-        self.serial = record.serial
-        self.version = version
-        self.nbytes = record.nbytes
-        self.handles = 0
-        self.slot: Place | None = None
-        self.recipe: Recipe | None = None
-        self.replay = Replay.SPEED
-        self.writing: Copy | None = None
-        self.reading: Copy | None = None
-        self.epoch = self.saved_index = -1
 
 
 class Pool:
@@ -551,9 +511,8 @@ class Pool:
             return True
         if not self._abandoned:
             return False
-        self.wait_for(
-            self._abandoned[0][0]
-        )  # nobody wants it any more, and its memory is all that is left to hope for
+        # Nobody wants it any more, and its memory is all that is left to hope for.
+        self.wait_for(self._abandoned[0][0])
         self.land()
         return True
 
@@ -624,23 +583,3 @@ class Pool:
                 self._start_in(entry, may_evict=False)
         self.wait_in(entry)
         entry.slot = None
-
-
-# What the CPU allocator says, what C++ does, what oneDNN makes of either when it builds a kernel, and what Python
-# says where there is no room for a stack.
-_OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "std::bad_alloc",
-    "could not create a primitive",
-    "could not create a memory",
-    "can't start new thread",
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator of PyTorch, or the system, refused memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

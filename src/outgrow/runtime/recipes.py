@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outgrow.runtime.dice import Dice
-from outgrow.runtime.pool import Entry
+from outgrow.runtime.entry import Entry
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, outputs_of, written_tensors

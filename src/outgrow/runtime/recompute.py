@@ -16,7 +16,8 @@ from outgrow.errors import OutgrowError, TraceMismatch
 from outgrow.planning.plan import Plan, Replay
 from outgrow.runtime.clock import DeviceClock, Span
 from outgrow.runtime.dice import Dice
-from outgrow.runtime.pool import Entry, Pool
+from outgrow.runtime.entry import Entry
+from outgrow.runtime.pool import Pool
 from outgrow.runtime.recipes import Contents, Cookbook, Given, Recipe, contents_by_storage, contents_of, replay
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord

@@ -1,0 +1,56 @@
+"""One saved value, wherever it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from outgrow.planning.plan import Replay
+from outgrow.runtime.copies.copy import Copy
+from outgrow.runtime.tiers.place import Place
+from outgrow.tracing.ledger import StorageRecord
+
+if TYPE_CHECKING:
+    from outgrow.runtime.recipes import Recipe
+
+
+class Entry:
+    """One saved value.
+
+    `storage` is the pool's own hold on its memory, None while the value is away (or only others hold it).
+    `record` is the ledger's record of the storage that holds, or last held, the value. `slot` has its bytes once
+    a copy out was finished; `recipe` makes the value anew where it was dropped, and `replay` says what becomes of it
+    when that was done for another value's sake. `serial` and `version` say which contents of which storage it was
+    saved from. `epoch` is the last step that saved it, `saved_index` its number in that step's record.
+    """
+
+    __slots__ = (
+        "epoch",
+        "handles",
+        "nbytes",
+        "reading",
+        "recipe",
+        "record",
+        "replay",
+        "saved_index",
+        "serial",
+        "slot",
+        "storage",
+        "version",
+        "writing",
+    )
+
+    def __init__(self, record: StorageRecord, storage: torch.UntypedStorage, version: int) -> None:
+        self.record = record
+        self.storage: torch.UntypedStorage | None = storage
+        self.serial = record.serial
+        self.version = version
+        self.nbytes = record.nbytes
+        self.handles = 0
+        self.slot: Place | None = None
+        self.recipe: Recipe | None = None
+        self.replay = Replay.SPEED
+        self.writing: Copy | None = None
+        self.reading: Copy | None = None
+        self.epoch = self.saved_index = -1

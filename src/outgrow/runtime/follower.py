@@ -1,0 +1,122 @@
+"""Walks along the ticks of a plan in a live step, and starts what the plan puts at each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from outgrow.planning.agenda import actions_of
+from outgrow.planning.plan import Plan
+from outgrow.runtime.demand import Demand
+from outgrow.runtime.entry import Entry
+from outgrow.runtime.handles import Handle
+from outgrow.runtime.parking import Parking
+from outgrow.runtime.pool import Pool
+from outgrow.runtime.recompute import Recomputer
+from outgrow.runtime.reuse import Reuser
+from outgrow.tracing.ir import Event
+
+
+class Follower:
+    """The place that a step has reached in its plan, if it has one."""
+
+    def __init__(self, pool: Pool, parking: Parking, recomputer: Recomputer, reuser: Reuser, demand: Demand) -> None:
+        self._pool = pool
+        self._parking = parking
+        self._recomputer = recomputer
+        self._reuser = reuser
+        self._demand = demand
+        self.begin(None)
+
+    def begin(self, plan: Plan | None) -> None:
+        """Start at the first tick; without a plan, there is none."""
+        self._plan = plan
+        self._tick = 0
+        self._actions = {} if plan is None else actions_of(plan)
+        self._entry_of: dict[int, Entry] = {}
+        self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
+
+    @property
+    def on(self) -> bool:
+        """Whether there is a plan."""
+        return self._plan is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether every tick of the plan has come."""
+        return self._plan is not None and self._tick == len(self._plan.problem.trace.ticks)
+
+    def where(self) -> str:
+        """The last tick that came, in words."""
+        return self._described(self._tick - 1)
+
+    def where_next(self) -> str:
+        """The tick that would be next, in words."""
+        return self._described(self._tick)
+
+    def advance(self, event: Event, handle: Handle, entry: Entry | None) -> bool:
+        """One tick of a step that has a plan: start what the plan puts there. False, if it is not the plan's tick."""
+        assert self._plan is not None
+        number, self._tick = self._tick, self._tick + 1
+        trace = self._plan.problem.trace
+        if number >= len(trace.ticks):
+            return False
+        tick = trace.ticks[number]
+        saved = trace.saved[tick.saved]
+        if tick.event is not event or tick.saved != handle.number or saved.nbytes != handle.nbytes:
+            return False
+        if entry is not None and (
+            entry.nbytes != trace.values[saved.value].nbytes  # a window as large as before on a larger storage
+            or self._entry_of.setdefault(saved.value, entry) is not entry
+            or not self._parking.agrees(saved.value, entry)
+        ):
+            return False
+        for action, value, offset in self._actions.get(number, ()):
+            self._act(action, value, offset)
+        if self._deferred:
+            rise = self._rise_ahead(tick.op)
+            while self._deferred and self._deferred[0](rise):
+                self._deferred.popleft()
+        return True
+
+    def _act(self, action: str, value: int, offset: int) -> None:
+        if action == "park":
+            self._parking.start_out(value, offset)
+            return
+        if action == "unpark":
+            self._deferred.append(partial(self._parking.start_in, value))
+            return
+        target = self._entry_of.get(value)
+        if target is None or target.handles == 0:
+            return
+        if action == "out":
+            self._pool.start_out(target, offset)
+        elif action == "drop":
+            with self._demand.paused(), self._parking.peeking():  # its recipe is tried beside the true value
+                self._recomputer.drop(target, value)
+        elif action == "release":
+            self._pool.wait_out(target)
+        else:
+            self._deferred.append(partial(self._pool.start_in, target))
+
+    def _rise_ahead(self, op: int) -> int:
+        """Bytes that the next op of the trace adds."""
+        assert self._plan is not None
+        trace = self._plan.problem.trace
+        if op >= len(trace.ops):
+            return 0
+        following = trace.ops[op]
+        if self._reuser.expects(op):
+            return following.workspace_bytes
+        born = sum(trace.values[index].nbytes for index in following.outputs if trace.values[index].version == 0)
+        return born + following.workspace_bytes
+
+    def _described(self, tick: int) -> str:
+        assert self._plan is not None
+        trace = self._plan.problem.trace
+        if tick >= len(trace.ticks):
+            return f"after tick {len(trace.ticks)}, its last"
+        op = trace.ticks[tick].op
+        place = trace.describe_op(op) if op < len(trace.ops) else "its end"
+        return f"at tick {tick} of {len(trace.ticks)}, op {op}: {place}"

@@ -1,0 +1,36 @@
+"""What is measured of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step was measured to be. Times in seconds, sizes in bytes.
+
+    `fault_level` is the fewest live bytes at which an allocator refused memory, 0 if none did. `watched` says that
+    the dispatch mode was on, so that `peak_bytes` was measured; `blind` that a profiler of the user's hid what some
+    ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside the true values,
+    which takes time and memory that later steps will not take. `failure` is why a parked value could not come back.
+    `kept_bytes` are of saved values that stayed. `unseen_bytes` is the most that an allocator had given out beyond
+    what the ledger sees.
+    """
+
+    peak_bytes: int
+    seconds: float
+    stall_seconds: float
+    recompute_seconds: float
+    planned_bytes: int
+    evicted_bytes: int
+    recomputed_bytes: int
+    kept_bytes: int
+    oom_retries: int
+    fault_level: int
+    watched: bool
+    blind: bool
+    followed: bool
+    proved: bool
+    packs: tuple[int, ...]
+    failure: Exception | None = None
+    unseen_bytes: int = 0
