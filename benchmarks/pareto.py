@@ -262,7 +262,8 @@ def run(name: str, given: argparse.Namespace) -> None:
     bench = Bench(options, given)
     rivals: list[Rival] = []
     curve: list[Managed] = []
-    target = with_suffix(given.output / f"pareto-{network.name}.json", given.channels_last)
+    some = "-compiled" if given.only == "compiled" else ""
+    target = with_suffix(given.output / f"pareto-{network.name}{some}.json", given.channels_last)
     order = ", channels last" if options.channels_last else ""
     title = f"{network.name}, batch {options.batch}, size {options.image_size}{order}: over plain PyTorch as it comes"
 
@@ -288,9 +289,11 @@ def run(name: str, given: argparse.Namespace) -> None:
         draw(target.with_suffix(".png"), title, lines(bench.plain_peak, rivals, curve, given.policy))
 
     if given.only != "curve":
-        rivals = bench.rivals(peers(given.compile_ratios))
+        rivals = bench.rivals(
+            [peer for peer in peers(given.compile_ratios) if peer.is_compiled or given.only != "compiled"]
+        )
         save()
-    if given.only != "peers":
+    if given.only in (None, "curve"):
         curve = bench.curve(given.shares)
         save()
     print(f"{network.name}: {time.perf_counter() - began:.0f} s, {target}", flush=True)
@@ -311,7 +314,7 @@ def main() -> None:
     parser.add_argument("--compile-ratios", type=float, nargs="*", default=_COMPILE_RATIOS)
     parser.add_argument("--limit", type=float, default=_LIMIT_SECONDS, help="seconds that one step may take at most")
     parser.add_argument("--heap", choices=("kept", "default"), default="default", help="glibc's settings for peers")
-    parser.add_argument("--only", choices=("peers", "curve"))
+    parser.add_argument("--only", choices=("peers", "compiled", "curve"), help="peers, those by torch.compile, ours")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="a folder")
     parser.add_argument("--quick", action="store_true", help="tiny inputs, to see that all works")
     given = parser.parse_args()

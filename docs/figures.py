@@ -183,6 +183,8 @@ def _pareto(figures: Figures, only: str) -> str:
     """The command that makes such a file."""
     shares = [f"{point['share']:.2f}".rstrip("0").rstrip(".") for point in figures.get("curve", ())]
     compiled = [peer["name"].split()[-1] for peer in figures.get("peers", ()) if peer["name"].startswith("compile")]
+    if only == "peers" and len(compiled) == len(figures["peers"]):
+        only = "compiled"
     momentum = figures.get("momentum")
     parts = [
         f"python benchmarks/pareto.py --only {only} --network {figures['network']} --batch {figures['batch']}",
