@@ -7,9 +7,11 @@ fit, powers of two and one and a half times those, up to --max-batch, train in p
 of a few steps, or of some seconds where steps are short. What comes within a tenth of the best races once more, in
 new processes and shorter turns: the best of many sizes was also the luckiest, and a machine whose speed wavers by a
 tenth says little in three turns.
+The best of that final and the tuner's choice, where they differ, then meet alone: the best of some noisy figures is
+again the luckiest of them, and only turns that did not choose it say by how much it is ahead.
 Compared are what the tuner predicted of each size with what is measured now, the throughput of its choice with the
-best of that final, the largest batch that fits with plain PyTorch's, and the peak of 20 steps of its choice with the
-budget. `--finals-of FILE` runs only the finals of what an earlier run wrote.
+best one's, the largest batch that fits with plain PyTorch's, and the peak of 20 steps of its choice with the budget.
+`--duels-of FILE` runs only the last meeting, of what an earlier run wrote.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -77,12 +79,13 @@ class Final:
     """The sizes that came close to the best, raced again: samples per second, turn by turn.
 
     `best_batch` has the highest median, and `best_share` is the median over the turns of the choice's throughput over
-    that one's in the same turn.
+    that one's in the same turn; those of the `duel`, where only the two took turns, unless they are the same.
     """
 
     samples_per_second: Mapping[int, tuple[float, ...]]
     best_batch: int
     best_share: float
+    duel: Mapping[int, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -108,36 +111,50 @@ class Result:
 
 def main() -> None:
     given = _arguments()
-    if given.finals_of is not None:
-        _race_again(given)
+    if given.duels_of is not None:
+        _meet_again(given)
         return
     device = this_machine()
     results: list[Result] = []
     for name in given.network or _NETWORKS:
-        results.append(_measure(name, given.rounds, given.final_rounds, given.max_batch, device))
+        results.append(_measure(name, given, device))
         print(_in_words(results[-1]), flush=True)
         write(given.output, {"environment": environment(), "results": [_with_ratios(result) for result in results]})
 
 
-def _race_again(given: argparse.Namespace) -> None:
-    """The finals of what an earlier run measured, and all of that with them."""
-    results = json.loads(given.finals_of.read_text())["results"]
+def _meet_again(given: argparse.Namespace) -> None:
+    """The duels of what an earlier run measured, and all of that with them."""
+    results = json.loads(given.duels_of.read_text())["results"]
     for result in results:
         name = result["network"]
         if name not in (given.network or _NETWORKS):
             continue
-        measured = {size["batch"]: size["measured"] for size in result["sizes"]}
-        final = _final(name, measured, result["tuning"]["micro_batch"], given.final_rounds)
+        earlier = {int(batch): tuple(speeds) for batch, speeds in result["final"]["samples_per_second"].items()}
+        final = _decided(name, earlier, result["tuning"]["micro_batch"], given.duel_rounds)
         result["final"] = asdict(final)
         print(f"{name}: {_final_in_words(final, result['chosen_batch'])}", flush=True)
     write(given.output, {"environment": environment(), "results": results})
 
 
-def _final(name: str, measured: Mapping[int, float], chosen: int, rounds: int) -> Final:
+def _final(name: str, measured: Mapping[int, float], chosen: int, rounds: int, duel_rounds: int) -> Final:
+    least = _CLOSE * max(measured.values())
+    close = [batch for batch, speed in measured.items() if speed >= least or batch == chosen]
+    return _decided(name, _turns(name, close, rounds), chosen, duel_rounds)
+
+
+def _decided(name: str, turns: Mapping[int, tuple[float, ...]], chosen: int, duel_rounds: int) -> Final:
+    best = max(turns, key=lambda batch: median(turns[batch]))
+    if best == chosen:
+        return Final(turns, best, 1.0, {})
+    duel = _turns(name, [chosen, best], duel_rounds)
+    share = median(ours / theirs for ours, theirs in zip(duel[chosen], duel[best], strict=True))
+    return Final(turns, best, share, duel)
+
+
+def _turns(name: str, batches: Sequence[int], rounds: int) -> dict[int, tuple[float, ...]]:
+    """Samples per second of each size in each turn, in processes of their own."""
     image_size, budget = _NETWORKS[name]
     options = Options(name, image_size=image_size, budget=budget, data="synthetic")
-    least = _CLOSE * max(measured.values())
-    batches = [batch for batch, speed in measured.items() if speed >= least or batch == chosen]
     setups = [Setup(str(batch), replace(options, batch=batch)) for batch in batches]
     runs = interleave(setups, rounds, _STEPS_OF_A_FINAL_TURN)
     turns: dict[int, tuple[float, ...]] = {}
@@ -147,21 +164,19 @@ def _final(name: str, measured: Mapping[int, float], chosen: int, rounds: int) -
             raise SetupFailed(str(batch), run.failure)
         counted = run.rows[_STEPS_OF_A_FINAL_TURN - 1 :: _STEPS_OF_A_FINAL_TURN]
         turns[batch] = tuple(batch / row.seconds for row in counted)
-    best = max(batches, key=lambda batch: median(turns[batch]))
-    share = median(ours / theirs for ours, theirs in zip(turns[chosen], turns[best], strict=True))
-    return Final(turns, best, share)
+    return turns
 
 
-def _measure(name: str, rounds: int, final_rounds: int, max_batch: int, device: Hardware) -> Result:
+def _measure(name: str, given: argparse.Namespace, device: Hardware) -> Result:
     image_size, budget = _NETWORKS[name]
     options = Options(name, image_size=image_size, budget=budget)
-    limit = ("--max-batch", str(max_batch))
+    limit = ("--max-batch", str(given.max_batch))
     answer = _command("tune", options, "--objective", "throughput", "--noise-scale", "1000", *limit)
     predicted = {item["batch_size"]: item for item in answer["candidates"] if item["accumulation"] == 1}
     batches = [batch for batch in sizes_between(1, answer["largest_batch"]) if batch in predicted]
     setups = [Setup(str(batch), replace(options, batch=batch, data="synthetic")) for batch in batches]
     steps = {str(batch): _steps_of_a_turn(predicted[batch]["predicted_step_seconds"]) for batch in batches}
-    runs = interleave(setups, rounds, steps)
+    runs = interleave(setups, given.rounds, steps)
     sizes = tuple(
         Size(
             batch,
@@ -181,7 +196,8 @@ def _measure(name: str, rounds: int, final_rounds: int, max_batch: int, device: 
     # Accumulation comes at the end of the list: a choice of several passes has no turn of its own, its run counts.
     ours = next((size.measured for size in sizes if size.batch == chosen), answer["chosen"]["goodput"])
     best = max(sizes, key=lambda size: size.measured)
-    final = _final(name, {size.batch: size.measured for size in sizes}, answer["micro_batch"], final_rounds)
+    measured = {size.batch: size.measured for size in sizes}
+    final = _final(name, measured, answer["micro_batch"], given.final_rounds, given.duel_rounds)
     trained = _command("train", replace(options, batch=answer["micro_batch"]), "--steps", str(_STEPS_OF_THE_CHOICE))
     job = make_job(options)
     budget_bytes = parse_bytes(budget)
@@ -244,7 +260,7 @@ def _in_words(result: Result) -> str:
 
 
 def _final_in_words(final: Final, chosen: int) -> str:
-    return f"chose {chosen}, {final.best_share:.3f} of the best ({final.best_batch}) in the final"
+    return f"chose {chosen}, {final.best_share:.3f} of the best ({final.best_batch})"
 
 
 def _arguments() -> argparse.Namespace:
@@ -252,7 +268,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--network", action="append", choices=list(_NETWORKS), help="only this one; may be repeated")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each batch")
     parser.add_argument("--final-rounds", type=int, default=6, help="turns in the final, of two steps, one counts")
-    parser.add_argument("--finals-of", type=Path, metavar="FILE", help="run only the finals of what FILE has")
+    parser.add_argument("--duel-rounds", type=int, default=12, help="turns of the two that meet at the end, alike")
+    parser.add_argument("--duels-of", type=Path, metavar="FILE", help="run only the last meetings of what FILE has")
     parser.add_argument("--max-batch", type=int, default=64, help="the largest batch that is looked at and run")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cpu-tuning.json"))
     return parser.parse_args()
