@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import accumulate
 
-from outgrow.planning.floor import needed_curve
-from outgrow.planning.parks import Gap, gaps
+from outgrow.planning.absences import all_absences
+from outgrow.planning.floor import needed_spans
+from outgrow.planning.parks import away, gaps
 from outgrow.planning.plan import make_plan
 from outgrow.planning.problem import Problem
 from outgrow.planning.relaxation import Relaxation
@@ -25,10 +25,10 @@ def least_step_seconds(problem: Problem, search_seconds: float = 0.0) -> float:
     elsewhere. Infinite where even that does not fit.
     """
     kept = _kept(problem, reusable_ops(problem))
-    free, priced = _by_price(problem)
-    unpriced = zip(_parked_at_most(problem, free), _away_again(problem), strict=True)
-    least = [level - parked - again for level, (parked, again) in zip(kept, unpriced, strict=True)]
-    relaxation = Relaxation(problem, least, priced, optimistic=True)
+    absences = all_absences(problem)
+    unpriced = zip(_parked_for_good(problem), _unwanted(problem), strict=True)
+    least = [level - parked - unwanted for level, (parked, unwanted) in zip(kept, unpriced, strict=True)]
+    relaxation = Relaxation(problem, least, absences, optimistic=True)
     extra = relaxation.least_seconds(search_seconds) if search_seconds else relaxation.solve().seconds
     return problem.op_times[-1] + extra
 
@@ -39,43 +39,38 @@ def _kept(problem: Problem, reuses: tuple[int, ...]) -> tuple[int, ...]:
     return make_plan("keep", boundless, (), reuses=reuses, evicts=False).simulate().curve
 
 
-def _away_again(problem: Problem) -> list[int]:
-    """Bytes at each op of saved values that may be away at a time that the program knows nothing of.
+def _unwanted(problem: Problem) -> list[int]:
+    """Bytes at each op of saved values that may be away after their last use, or that have none.
 
-    It takes a value to be away once, before it is first wanted. The cache also sends away what is wanted a second
-    time, and what nobody wants.
+    The cache may send them away; their copies count for nothing.
     """
+    candidates = {item.value for item in problem.candidates}
     change = [0] * (len(problem.trace.ops) + 1)
-    for item in problem.candidates:
-        leaves = max(item.held, problem.tick_ops[item.last_pack])
-        if leaves < problem.tick_ops[item.first_unpack]:
-            change[leaves] += item.nbytes
-            change[problem.tick_ops[item.first_unpack]] -= item.nbytes
-    known = accumulate(change[:-1])
-    levels = zip(_kept(problem, ()), known, needed_curve(problem), strict=True)
-    return [max(0, level - away - needed) for level, away, needed in levels]
-
-
-def _by_price(problem: Problem) -> tuple[list[Gap], list[Gap]]:
-    """Gaps whose parks count as free, and those that count with their copies.
-
-    What is parked where it need not be would only make the program larger. What is parked to the end of its use need
-    not come back for it.
-    """
-    crowded = [level > problem.budget_bytes for level in needed_curve(problem)]
-    before = list(accumulate(crowded, initial=0))
-    free: list[Gap] = []
-    priced: list[Gap] = []
-    for gap in gaps(problem):
-        is_needed = before[gap.before_op] > before[gap.after_op + 1]
-        (priced if is_needed and not gap.is_last else free).append(gap)
-    return free, priced
-
-
-def _parked_at_most(problem: Problem, free: Iterable[Gap]) -> list[int]:
-    """Bytes at each op that parks could have away."""
-    change = [0] * (len(problem.trace.ops) + 1)
-    for gap in free:
-        change[gap.after_op + 1] += gap.nbytes
-        change[gap.before_op] -= gap.nbytes
+    needed_until: dict[int, int] = {}
+    for _, end, _, value in needed_spans(problem):
+        needed_until[value] = end if value in candidates else min(end, needed_until.get(value, end))
+    for value, end in needed_until.items():
+        if problem.is_saved(value) and problem.is_movable(value):
+            change[end] += problem.trace.values[value].nbytes
+            change[max(end, problem.trace.values[value].death)] -= problem.trace.values[value].nbytes
     return list(accumulate(change[:-1]))
+
+
+def _parked_for_good(problem: Problem) -> list[int]:
+    """Bytes at each op of what may be parked and need not come back, as it is not used any more.
+
+    Its copy out counts for nothing.
+    """
+    last_used = {item.value: max(_unpacked(problem, item.value)) for item in problem.candidates}
+    change = [0] * (len(problem.trace.ops) + 1)
+    for gap in gaps(problem):
+        span = away(problem, gap)
+        if gap.is_last and span is not None and last_used.get(gap.value, -1) < span[0]:
+            change[span[0]] += gap.nbytes
+            change[span[1]] -= gap.nbytes
+    return list(accumulate(change[:-1]))
+
+
+def _unpacked(problem: Problem, value: int) -> list[int]:
+    """The ops at which autograd wants a saved value."""
+    return [op for saved in problem.trace.saved if saved.value == value for op in saved.unpacked]

@@ -30,7 +30,7 @@ def least_budget(problem: Problem) -> Floor:
     trace = problem.trace
     if not trace.ops:
         return Floor(problem.base_bytes, 0, {"other": problem.base_bytes})
-    needed = list(_without_gaps(problem, _needed_spans(problem)))
+    needed = list(_without_gaps(problem, needed_spans(problem)))
     curve = _curve(problem, needed)
     worst_op = max(range(len(curve)), key=curve.__getitem__)
     holders: dict[str, int] = {}
@@ -44,7 +44,7 @@ def least_budget(problem: Problem) -> Floor:
 
 def needed_curve(problem: Problem) -> list[int]:
     """Live bytes at each op when saved values are away whenever they can be, and nothing is parked."""
-    return _curve(problem, _needed_spans(problem))
+    return _curve(problem, needed_spans(problem))
 
 
 def _curve(problem: Problem, needed: Sequence[_Span]) -> list[int]:
@@ -76,7 +76,7 @@ def _without_gaps(problem: Problem, needed: Iterable[_Span]) -> Iterator[_Span]:
             yield begin, last, nbytes, index
 
 
-def _needed_spans(problem: Problem) -> list[_Span]:
+def needed_spans(problem: Problem) -> list[_Span]:
     """The spans for which each value must be on the device; spans of one do not overlap."""
     trace = problem.trace
     end = len(trace.ops)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
+from random import Random
 from typing import TypeVar
 
 from outgrow.planning.parks import Gap, gaps, park
@@ -29,17 +30,35 @@ _Sized = TypeVar("_Sized", Candidate, Gap)
 _Rank = Callable[[Plan], tuple[bool, float, int]]
 
 
-def refined(plan: Plan, rank: _Rank, tries: int) -> Plan:
-    """The plan, or a better one by `rank` that at most `tries` simulations find."""
+def refined(plan: Plan, rank: _Rank, tries: int, shuffled: Random | None = None) -> Plan:
+    """The plan, or a better one by `rank` that at most `tries` simulations find.
+
+    What helps most often is tried first: changes for the longest waits. Or, `shuffled`, any change at any time.
+    """
     search = _Search(plan)
     left = tries
     while left > 0:
-        better, used = search.better(plan, rank, left)
-        left -= used
-        if better is None:
+        now = rank(plan)
+        changes = search.changes(plan)
+        for other in islice(chain.from_iterable(changes) if shuffled is None else _mixed(changes, shuffled), left):
+            left -= 1
+            if rank(other) < now:
+                plan = other
+                break
+        else:
             break
-        plan = better
     return plan
+
+
+def _mixed(changes: list[Iterator[Plan]], shuffled: Random) -> Iterator[Plan]:
+    """All of these, those of each in their order."""
+    while changes:
+        chosen = shuffled.randrange(len(changes))
+        found = next(changes[chosen], None)
+        if found is None:
+            changes.pop(chosen)
+        else:
+            yield found
 
 
 class _Search:
@@ -59,61 +78,81 @@ class _Search:
             if (lends or not gap.is_lent) and park(problem, gap) is not None
         ]
 
-    def better(self, plan: Plan, rank: _Rank, tries: int) -> tuple[Plan | None, int]:
-        """The first change that helps, the longest waits first; and how many were tried."""
+    def changes(self, plan: Plan) -> list[Iterator[Plan]]:
+        """Plans that differ a little: for the longest waits, the most expensive work, the largest exchanges."""
         least = _LEAST_WAIT * plan.simulate().step_seconds
-        waits = sorted(_joined(plan.simulate().waits), key=lambda wait: -wait.seconds)
-        now, used = rank(plan), 0
-        for wait in waits[:_WAITS]:
-            if wait.seconds < least:
-                break
-            for other in islice(self._remedies(plan, wait), tries - used):
-                used += 1
-                if rank(other) < now:
-                    return other, used
-        for other in islice(self._with_less_work(plan), tries - used):
-            used += 1
-            if rank(other) < now:
-                return other, used
-        return None, used
+        waits = sorted(_joined(plan.simulate().waits), key=lambda wait: -wait.seconds)[:_WAITS]
+        dropped = sorted((item.value for item in plan.recomputes), key=lambda value: -self._seconds(value))
+        return [
+            *chain.from_iterable(self._remedies(plan, wait) for wait in waits if wait.seconds >= least),
+            *(self._not_dropping(plan, value) for value in dropped),
+            *(self._exchanging(plan, out, anew) for out, anew in self._exchanges(plan)),
+        ]
 
-    def _with_less_work(self, plan: Plan) -> Iterator[Plan]:
-        """What is made anew is copied instead, or stays; the most expensive first."""
-        recipes = self._problem.recipes
+    def _not_dropping(self, plan: Plan, value: int) -> Iterator[Plan]:
+        """What is made anew stays, or is copied."""
+        kept = self._keeping(plan, value)
+        yield kept
+        yield self._offloading(kept, self._candidates[value])
 
-        def seconds(value: int) -> float:
-            recipe = recipes.find(value)
-            return 0.0 if recipe is None else recipe.seconds
+    def _exchanges(self, plan: Plan) -> list[tuple[int, int]]:
+        """Pairs of a value that is copied and one that is made anew, one of which is made from the other."""
+        copied = {item.value for item in plan.offloads}
+        dropped = {item.value for item in plan.recomputes}
+        pairs = [(value, source) for value in copied for source in self._sources(value) if source in dropped]
+        pairs += [(source, value) for value in dropped for source in self._sources(value) if source in copied]
+        possible = (pair for pair in pairs if may_be_dropped(self._problem, self._candidates[pair[0]]))
+        return sorted(possible, key=lambda pair: (-sum(self._candidates[value].nbytes for value in pair), pair))
 
-        for item in sorted(plan.recomputes, key=lambda item: -seconds(item.value)):
-            kept = self._keeping(plan, item.value)
-            yield kept
-            yield self._offloading(kept, self._candidates[item.value])
+    def _exchanging(self, plan: Plan, out: int, anew: int) -> Iterator[Plan]:
+        """What was copied is made anew, and what was made anew is copied."""
+        swapped = self._dropping(self._keeping(plan, anew), self._candidates[out])
+        swapped = self._offloading(swapped, self._candidates[anew])
+        yield swapped
+        # What would be made of it, and early, is copied too.
+        readers = [item.value for item in swapped.recomputes if out in self._sources(item.value)]
+        for value in readers:
+            swapped = self._offloading(self._keeping(swapped, value), self._candidates[value])
+        if readers:
+            yield swapped
 
-    def _remedies(self, plan: Plan, wait: Wait) -> Iterator[Plan]:
+    def _seconds(self, value: int) -> float:
+        recipe = self._problem.recipes.find(value)
+        return 0.0 if recipe is None else recipe.seconds
+
+    def _sources(self, value: int) -> tuple[int, ...]:
+        recipe = self._problem.recipes.find(value)
+        return () if recipe is None else recipe.sources
+
+    def _remedies(self, plan: Plan, wait: Wait) -> Iterator[Iterator[Plan]]:
         if wait.value < 0:
+            yield self._copying_out_later(plan, wait.op)
             for value in self._leaving_before(plan, wait):
-                yield from self._without_copy(plan, value)
-                yield from self._offloading_for(plan, value, wait.op)
-            yield from self._with_room(plan, wait.op, 0)
+                yield self._without_copy(plan, value)
+                yield self._offloading_for(plan, value, wait.op)
+            yield self._with_room(plan, wait.op, 0)
             return
-        nbytes = self._problem.trace.values[wait.value].nbytes
         for times in _EARLIER:
-            start = self._start_before(wait, times * self._problem.hardware.copy_in_seconds(nbytes))
-            earlier = self._starting(plan, wait.value, start)
-            if earlier is None:
-                break
-            yield earlier
-            op, excess = self._worst(plan, start, wait.op, nbytes)
-            if excess > 0:
-                for roomy in self._with_room(earlier, op, excess):
-                    yield roomy
-                    again, missing = self._worst(roomy, start, wait.op, 0)
-                    if missing > 0:
-                        yield from islice(self._with_room(roomy, again, missing), _ROOMS)
-        yield from self._without_copy(plan, wait.value)
+            yield self._fetching_earlier(plan, wait, times)
+        yield self._without_copy(plan, wait.value)
         for value in self._coming_before(plan, wait):
-            yield from self._without_copy(plan, value)
+            yield self._without_copy(plan, value)
+
+    def _fetching_earlier(self, plan: Plan, wait: Wait, times: float) -> Iterator[Plan]:
+        """The copy back starts as many times earlier as it takes; something else is out of its way."""
+        nbytes = self._problem.trace.values[wait.value].nbytes
+        start = self._start_before(wait, times * self._problem.hardware.copy_in_seconds(nbytes))
+        earlier = self._starting(plan, wait.value, start)
+        if earlier is None:
+            return
+        yield earlier
+        op, excess = self._worst(plan, start, wait.op, nbytes)
+        if excess > 0:
+            for roomy in self._with_room(earlier, op, excess):
+                yield roomy
+                again, missing = self._worst(roomy, start, wait.op, 0)
+                if missing > 0:
+                    yield from islice(self._with_room(roomy, again, missing), _ROOMS)
 
     def _start_before(self, wait: Wait, seconds: float) -> int:
         return max(0, self._problem.last_tick_before(self._problem.op_times[wait.op] - seconds))
@@ -172,6 +211,27 @@ class _Search:
         before = [value for tick, value in sorted(moves, reverse=True) if ops[tick] <= wait.op]
         yield from islice(dict.fromkeys(before), 2 * _ROOMS)
 
+    def _copying_out_later(self, plan: Plan, op: int) -> Iterator[Plan]:
+        """What the program holds until after `op` leaves the lane to what has to go before it; all of it, or one."""
+        ops = self._problem.tick_ops
+        later = self._problem.first_tick_at(op + 1)
+        held = {
+            item.value
+            for item in plan.offloads
+            if ops[item.out_tick] <= op
+            and later < self._candidates[item.value].first_unpack
+            and max(self._candidates[item.value].held, ops[self._candidates[item.value].last_pack]) > op
+        }
+        for chosen in (held, *({value} for value in held)) if len(held) > 1 else (held,):
+            if chosen:
+                moved = (
+                    replace(item, out_tick=later, in_tick=max(item.in_tick, later + 1) if item.in_tick >= 0 else -1)
+                    if item.value in chosen
+                    else item
+                    for item in plan.offloads
+                )
+                yield replace(plan, offloads=tuple(moved))
+
     def _offloading_for(self, plan: Plan, value: int, op: int) -> Iterator[Plan]:
         """Something else that is there at `op` leaves in the place of `value`."""
         for without in self._without_copy(plan, value):
@@ -212,7 +272,9 @@ class _Search:
             yield replace(plan, parks=(*plan.parks, parked_too)).laid_out()
 
     def _offloading(self, plan: Plan, item: Candidate) -> Plan:
-        return replace(plan, offloads=(*plan.offloads, *with_prefetch(self._problem, (item,)))).laid_out()
+        dropped = [self._candidates[other.value] for other in plan.recomputes]
+        copies = with_prefetch(self._problem, (item,), dropped)
+        return replace(plan, offloads=(*plan.offloads, *copies)).laid_out()
 
     def _dropping(self, plan: Plan, item: Candidate) -> Plan:
         plan = self._keeping(plan, item.value)

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from random import Random
 
+from outgrow.planning.absences import before_first_uses
 from outgrow.planning.floor import least_budget
 from outgrow.planning.parks import parks_for
 from outgrow.planning.plan import Plan, make_plan
@@ -39,10 +42,12 @@ _DELAYS = 3
 _BOUNDLESS = 1 << 62  # bytes
 # Where the device waits for more than this share of the step, copies back are planned without caution as well.
 _LEAST_STALL = 0.002
-# From this share of the step on the local search has a try, with so many simulations at most: fewer for long traces,
-# ops in all.
+# From this share of the step on the local search has a try, with so many simulations in all: fewer for long traces,
+# by their ops.
 _REFINED_STALL = 0.01
-_TRIES, _REFINED_OPS = 300, 500_000
+_SIMULATIONS, _SIMULATED_ALL = 3_000, 4_000_000
+# Of the plans that it has improved, one in so many is improved further.
+_REFINED_FURTHER = 4
 # A share below this is a rounding error of the solver's.
 _LEAST_SHARE = 0.01
 # How long a trace may be, for one more program, one more choice of parks, and one more simulation of a plan that
@@ -67,10 +72,12 @@ class Auto:
         if not frame.parks and frame.simulate().feasible:  # reuse is enough, and costs nothing
             return _own(frame)
         others = (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), SuperNeurons(), Layrub(), AccUDNN(), Checkpoint())
-        programmed = [*map(_programmed, (frame, *roomier))]
+        programmed = list(chain.from_iterable(map(_programmed, (frame, *roomier))))
         best = min([*programmed, *(policy.plan(problem) for policy in others)], key=_rank)
-        starts = [best, *(_own(plan) for plan in programmed if plan is not best)]
-        return _own(min(map(_refined, starts), key=_rank))
+        prediction = best.simulate()
+        if not prediction.feasible or prediction.stall_seconds < _REFINED_STALL * prediction.step_seconds:
+            return _own(best)
+        return _refined([best, *(plan for plan in programmed if plan is not best)])
 
 
 def _frames(problem: Problem) -> list[Plan]:
@@ -88,33 +95,44 @@ def _frames(problem: Problem) -> list[Plan]:
     return frames
 
 
-def _refined(plan: Plan) -> Plan:
-    """The plan, or a better one near it where the device waits."""
-    prediction = plan.simulate()
-    if not prediction.feasible or prediction.stall_seconds < _REFINED_STALL * prediction.step_seconds:
-        return plan
-    return refined(plan, _rank, min(_TRIES, _REFINED_OPS // max(1, len(plan.problem.trace.ops))))
+def _refined(starts: Sequence[Plan]) -> Plan:
+    """The best plan near any of these: which start is the best shows only on the way.
+
+    By successive halving, with the best quarter in place of the best half: Jamieson and Talwalkar, "Non-stochastic
+    best arm identification and hyperparameter optimization" (2016).
+    """
+    plans = sorted((_own(plan) for plan in starts if plan.simulate().feasible), key=_rank)
+    left = [len(plans)]
+    while left[-1] > 1:
+        left.append(max(1, left[-1] // _REFINED_FURTHER))
+    simulations = min(_SIMULATIONS, _SIMULATED_ALL // max(1, len(plans[0].problem.trace.ops))) // len(left)
+    shuffled = None
+    for count in left:
+        tries = max(1, simulations // count)
+        plans = sorted((refined(plan, _rank, tries, shuffled) for plan in plans[:count]), key=_rank)
+        shuffled = Random(0)
+    return plans[0]
 
 
-def _programmed(frame: Plan) -> Plan:
-    """The best plan that the linear program gives.
+def _programmed(frame: Plan) -> list[Plan]:
+    """Plans that the linear program gives.
 
     Where whole values and late copies keep it far from the program's optimum, programs without chains of recipes and
     with a little less memory are tried: what fits them fits the problem.
     """
     problem = frame.problem
     curve = _boundless(frame).simulate().curve
-    free, chainless = (Relaxation(problem, curve, chains=chains) for chains in (True, False))
+    absences = before_first_uses(problem)
+    free, chainless = (Relaxation(problem, curve, absences, chains=chains) for chains in (True, False))
     goal = problem.op_times[-1] + free.solve().seconds
     trials = [(free, 1.0), *((chainless, share) for share in _BUDGET_SHARES)]
-    best: Plan | None = None
+    plans: list[Plan] = []
     for relaxation, share in trials[: max(1, _TRIED_OPS // max(1, len(problem.trace.ops)))]:
         plan = _corrected(frame, relaxation, share)
-        best = plan if best is None else min(best, plan, key=_rank)
-        if best.simulate().feasible and best.simulate().step_seconds <= goal * _NEAR:
+        plans.append(plan)
+        if plan.simulate().feasible and plan.simulate().step_seconds <= goal * _NEAR:
             break
-    assert best is not None
-    return best
+    return plans
 
 
 def _corrected(frame: Plan, relaxation: Relaxation, share: float) -> Plan:
