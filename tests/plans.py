@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 from outgrow.api import plan
 from outgrow.cost.hardware import Hardware
 from outgrow.planning.plan import Plan
@@ -10,6 +13,7 @@ from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 CPU_AND_DISK = Hardware("CPU", 24 << 30, 2e11, 2e10, 1.5e9, 1e9, 1e-4, 1e-5, 5e-11)
 _IMAGE = 4 << 20
 _WEIGHT = 1 << 16
+MAP_BYTES = 8 << 20
 
 
 def deep_trace(layers: int, module: str = "layer{}.conv") -> Trace:
@@ -66,3 +70,48 @@ def deep_plan(layers: int, share: float = 0.5, policy: str = "vdnn-all", module:
     state = 2 * layers * _WEIGHT
     budget = int(state + (layers + 4) * _IMAGE * share)
     return plan(trace, budget=budget, policy=policy, hardware=CPU_AND_DISK)
+
+
+@dataclass(frozen=True)
+class Map:
+    """A value that autograd saves: made by an op, held by the program until one, and wanted back at one.
+
+    `made_from` names the maps that a recipe makes it from; None where no recipe can.
+    """
+
+    birth: int
+    held: int
+    wanted: int
+    made_from: tuple[int, ...] | None = None
+
+
+def trace_of_maps(maps: Sequence[Map], seconds: Sequence[float], workspaces: Mapping[int, int]) -> Trace:
+    """A step of as many ops as there are seconds, with workspaces by op; maps have `MAP_BYTES` each."""
+    backward = min(item.wanted for item in maps)
+    values = tuple(
+        Value(number, 0, MAP_BYTES, Kind.ACTIVATION, item.birth, item.held, item.wanted + 1)
+        for number, item in enumerate(maps)
+    )
+    at_birth = {item.birth: item for item in maps}
+    ops = tuple(
+        Op(
+            "aten.mul.Tensor",
+            Phase.FORWARD if number < backward else Phase.BACKWARD,
+            "",
+            (at_birth[number].made_from or ()) if number in at_birth else (),
+            tuple(value for value, item in enumerate(maps) if item.birth == number),
+            0,
+            0,
+            workspaces.get(number, 0),
+            duration,
+            repeatable=number in at_birth and at_birth[number].made_from is not None,
+        )
+        for number, duration in enumerate(seconds)
+    )
+    saved = tuple(
+        Saved(number, MAP_BYTES, "MulBackward0", "", item.birth, (item.wanted,), item.wanted + 1)
+        for number, item in enumerate(maps)
+    )
+    ticks = [Tick(Event.PACK, number, item.birth + 1) for number, item in enumerate(maps)]
+    ticks += [Tick(Event.UNPACK, number, item.wanted) for number, item in enumerate(maps)]
+    return Trace(ops, values, saved, tuple(sorted(ticks, key=lambda tick: tick.op)), "cpu", True, "2.11.0")

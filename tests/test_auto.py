@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from random import Random
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import outgrow
 from outgrow.networks import find
 from outgrow.planning.bound import least_step_seconds
+from outgrow.planning.plan import make_plan
+from outgrow.planning.prefetch import dropped_early, with_prefetch
 from outgrow.planning.problem import Problem
 from outgrow.planning.refine import refined
+from plans import MAP_BYTES, Map, trace_of_maps
+from random_networks import INPUT_CHANNELS, build, descriptions
+from steps import RandomDecisions
 
 GPU = outgrow.Hardware("GPU", 12 << 30, 4e12, 2.4e11, 1e10, 1e10, 1e-5, 1e-6)
 SLOW_LINK = outgrow.Hardware("GPU on a slow link", 12 << 30, 4e12, 2.4e11, 1e9, 1e9, 1e-5, 1e-6)
 NO_LINK = outgrow.Hardware("GPU with hardly a link", 12 << 30, 4e12, 2.4e11, 1e6, 1e6, 1e-5, 1e-6)
 SLOW_WAY_BACK = outgrow.Hardware("GPU that reads slowly", 12 << 30, 4e12, 2.4e11, 2e10, 3e9, 1e-5, 1e-6)
+NO_LATENCY = outgrow.Hardware("GPU without latencies", 12 << 30, 4e12, 2.4e11, 1e9, 2e9, 0.0, 0.0)
 CPU_AND_DISK = outgrow.Hardware("CPU", 24 << 30, 2e11, 2e10, 1.5e9, 1e9, 1e-4, 1e-5, 5e-11)
 
 
@@ -86,12 +93,20 @@ def skips_of(widths: tuple[int, ...], batch: int = 64) -> outgrow.Trace:
     return outgrow.trace(make, fake=True)
 
 
-def plans_of(trace: outgrow.Trace, hardware: outgrow.Hardware, share: float) -> dict[str, outgrow.Plan]:
+def plans_of(
+    trace: outgrow.Trace, hardware: outgrow.Hardware, share: float, policies: Sequence[str] = outgrow.policies()
+) -> dict[str, outgrow.Plan]:
     """The plan of each policy, at a share of the way from the least feasible budget to the plain peak."""
     keep = outgrow.plan(trace, budget=1 << 60, policy="keep", hardware=hardware)
     least, plain = keep.least_budget_bytes, keep.simulate().peak_bytes
     budget = int(least + share * (plain - least))
-    return {name: outgrow.plan(trace, budget=budget, policy=name, hardware=hardware) for name in outgrow.policies()}
+    return {name: outgrow.plan(trace, budget=budget, policy=name, hardware=hardware) for name in policies}
+
+
+def by_time(plan: outgrow.Plan) -> tuple[bool, float, int]:
+    """What a local search makes small."""
+    prediction = plan.simulate()
+    return (not prediction.feasible, prediction.step_seconds, 0)
 
 
 SHAPES: dict[str, Callable[[tuple[int, ...]], outgrow.Trace]] = {
@@ -124,6 +139,55 @@ def test_no_policy_is_faster_than_auto_and_none_beats_the_bound(
             assert auto.feasible
             assert auto.step_seconds <= prediction.step_seconds * (1 + 1e-9)
             assert bound <= prediction.step_seconds * (1 + 1e-6)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    description=descriptions,
+    seed=st.integers(0, 2**32 - 1),
+    hardware=st.sampled_from([GPU, SLOW_LINK, NO_LINK, SLOW_WAY_BACK, CPU_AND_DISK]),
+    share=st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 0.02, 0.1])),
+)
+def test_no_random_plan_of_a_random_network_beats_the_bound(
+    description: tuple, seed: int, hardware: outgrow.Hardware, share: float
+) -> None:
+    def make() -> outgrow.TrainingStep:
+        model = torch.nn.Sequential(torch.nn.Conv2d(INPUT_CHANNELS, INPUT_CHANNELS, 1), build(description))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            for _ in range(1 + seed % 2):  # gradients are accumulated
+                model(torch.randn(32, INPUT_CHANNELS, 32, 32)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return outgrow.TrainingStep(model, optimizer, step)
+
+    auto = plans_of(outgrow.trace(make, fake=True), hardware, share, policies=["auto"])["auto"]
+    problem, draw = auto.problem, Random(seed)
+    bound = max(least_step_seconds(problem), least_step_seconds(problem, 0.5))
+    for plan in (auto, *(RandomDecisions(draw.randrange(1 << 30)).plan(problem) for _ in range(4))):
+        for other in (plan, refined(plan, by_time, 40, draw)):
+            prediction = other.simulate()
+            assert not prediction.feasible or bound <= prediction.step_seconds * (1 + 1e-6)
+
+
+def test_the_bound_knows_that_one_of_two_values_has_to_leave_as_a_whole() -> None:
+    """Half of one would do for the op between."""
+    trace = trace_of_maps([Map(0, 2, 6), Map(1, 2, 5)], seconds=[1e-6] * 7, workspaces={3: 4 * MAP_BYTES})
+    problem = Problem(trace, NO_LATENCY, int(5.5 * MAP_BYTES))
+    seconds = 7e-6 + NO_LATENCY.copy_out_seconds(MAP_BYTES) + NO_LATENCY.copy_in_seconds(MAP_BYTES)
+    assert least_step_seconds(problem, 1.0) == pytest.approx(seconds, rel=0.001)
+    plan = outgrow.plan(trace, budget=problem.budget_bytes, hardware=NO_LATENCY)
+    assert plan.simulate().step_seconds == pytest.approx(seconds, rel=0.001)
+
+
+def test_the_bound_knows_that_what_was_just_saved_has_to_be_copied_since() -> None:
+    """Both leave, one after the other, for the op between, and come back after it."""
+    trace = trace_of_maps([Map(0, 2, 6), Map(1, 2, 5)], seconds=[1e-6] * 7, workspaces={3: 4 * MAP_BYTES})
+    problem = Problem(trace, NO_LATENCY, int(4.5 * MAP_BYTES))
+    seconds = 2 * (NO_LATENCY.copy_out_seconds(MAP_BYTES) + NO_LATENCY.copy_in_seconds(MAP_BYTES))
+    assert least_step_seconds(problem, 1.0) == pytest.approx(seconds, rel=0.001)
 
 
 @pytest.mark.parametrize("share", [0.8, 0.66, 0.5])
@@ -176,12 +240,36 @@ def test_waits_are_what_a_stall_is_made_of() -> None:
 @pytest.mark.parametrize("policy", ["vdnn-all", "layrub", "lru"])
 def test_a_local_search_shortens_the_step_of_a_plan_that_waits(policy: str) -> None:
     plan = plans_of(trace_of((16, 32, 32, 16), residual=True), SLOW_LINK, 0.3)[policy]
-
-    def rank(other: outgrow.Plan) -> tuple[bool, float, int]:
-        prediction = other.simulate()
-        return (not prediction.feasible, prediction.step_seconds, 0)
-
-    better = refined(plan, rank, tries=200)
-    assert rank(better) < rank(plan)
+    better = refined(plan, by_time, tries=200)
+    assert by_time(better) < by_time(plan)
     assert better.simulate().peak_bytes <= max(plan.budget_bytes, plan.simulate().peak_bytes)
-    assert refined(plan, rank, tries=0) is plan
+    assert refined(plan, by_time, tries=0) is plan
+
+
+def test_a_local_search_copies_out_later_what_is_held_for_long() -> None:
+    """Its copy keeps the lane busy while another has to be gone."""
+    maps = [Map(0, 5, 9), Map(1, 2, 8), Map(3, 4, 7)]
+    seconds = [1.0 if op == 4 else 1e-6 for op in range(10)]
+    trace = trace_of_maps(maps, seconds, workspaces={2: int(2.5 * MAP_BYTES), 6: 3 * MAP_BYTES})
+    plan = outgrow.plan(trace, budget=int(4.25 * MAP_BYTES), policy="vdnn-all", hardware=NO_LATENCY)
+    assert {item.value: item.out_tick for item in plan.offloads}[0] == 0
+    better = refined(plan, by_time, tries=100)
+    assert {item.value: item.out_tick for item in better.offloads}[0] == 2
+    assert better.simulate().step_seconds == pytest.approx(least_step_seconds(plan.problem), rel=0.001)
+
+
+def test_a_local_search_exchanges_what_is_copied_for_what_is_made_anew() -> None:
+    maps = [Map(0, 9, 9), Map(1, 3, 8, made_from=(0,)), Map(2, 3, 7, made_from=(1,))]
+    seconds = [0.01 if op == 1 else 1e-6 for op in range(10)]
+    trace = trace_of_maps(maps, seconds, workspaces={4: int(3.5 * MAP_BYTES)})
+    problem = Problem(trace, NO_LATENCY, int(4.75 * MAP_BYTES))
+    dear, cheap = (item for item in problem.candidates if item.value > 0)
+    plan = make_plan("by hand", problem, with_prefetch(problem, [cheap], [dear]), dropped_early(problem, [dear]))
+
+    def wanted(other: outgrow.Plan) -> tuple[bool, float, int]:
+        copied, dropped = ([item.value for item in moved] for moved in (other.offloads, other.recomputes))
+        return ((copied, dropped) != ([dear.value], [cheap.value]), 0.0, 0)
+
+    exchanged = refined(plan, wanted, tries=200)
+    assert not wanted(exchanged)[0]
+    assert exchanged.simulate().step_seconds < plan.simulate().step_seconds

@@ -18,17 +18,18 @@ _BOUNDLESS = 1 << 62  # bytes
 def least_step_seconds(problem: Problem, search_seconds: float = 0.0) -> float:
     """A lower bound of the step time of any plan under the problem's budget, in seconds.
 
-    A higher one, with `search_seconds` for a branch and bound over the largest values: they move as a whole or not.
+    With `search_seconds` a higher one: time is cut more finely, and a branch and bound takes that long at most over
+    the largest values, which move as a whole or not.
 
-    The linear program with every rounding in the plan's favour: values are divisible, copies have no latency, and go
-    on while something is made anew. Parks cost their copies where an op would not fit otherwise, and nothing
-    elsewhere. Infinite where even that does not fit.
+    The linear program with every rounding in the plan's favour: values are divisible but where `tightening.py` knows
+    better, copies have no latency, and go on while something is made anew. What nobody wants any more leaves for
+    nothing. Infinite where even that does not fit.
     """
     kept = _kept(problem, reusable_ops(problem))
     absences = all_absences(problem)
     unpriced = zip(_parked_for_good(problem), _unwanted(problem), strict=True)
     least = [level - parked - unwanted for level, (parked, unwanted) in zip(kept, unpriced, strict=True)]
-    relaxation = Relaxation(problem, least, absences, optimistic=True)
+    relaxation = Relaxation(problem, least, absences, optimistic=True, fine=search_seconds > 0)
     extra = relaxation.least_seconds(search_seconds) if search_seconds else relaxation.solve().seconds
     return problem.op_times[-1] + extra
 

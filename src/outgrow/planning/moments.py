@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from outgrow.planning.absences import Absence
 from outgrow.planning.problem import Problem
 
-# More moments than this make the program slower, and the answer hardly better.
-_MOST_MOMENTS = 400
+# More moments than this make the program slower, and the answer hardly better; the finer ones are for who can wait.
+_MOST_MOMENTS, _MOST_FINE_MOMENTS = 400, 800
 
 
 class Moments:
@@ -26,11 +26,12 @@ class Moments:
         optimistic: whether moments are rounded so that values are away longer than they can be; else a little
             shorter.
         starts: the first op of each moment: where values leave and come back, thinned out where there are too many.
+            Fine ones end after the op where memory is fullest too: time before it is not taken for time after.
         curve: bytes alive at each op where nothing is away.
     """
 
     def __init__(
-        self, problem: Problem, items: Sequence[Absence], curve: Sequence[float], *, optimistic: bool
+        self, problem: Problem, items: Sequence[Absence], curve: Sequence[float], *, optimistic: bool, fine: bool
     ) -> None:
         self.problem = problem
         self.items = items
@@ -38,8 +39,12 @@ class Moments:
         self.curve: NDArray[np.float64] = np.asarray(curve or [problem.base_bytes], dtype=np.float64)
         edges = {0} | {op for item in items for op in (item.leaves, item.dropped, item.wanted)}
         cuts = sorted(edge for edge in edges if edge < max(1, len(problem.trace.ops)))
-        chosen = np.linspace(0, len(cuts) - 1, min(len(cuts), _MOST_MOMENTS)).round().astype(int)
+        most = _MOST_FINE_MOMENTS if fine else _MOST_MOMENTS
+        chosen = np.linspace(0, len(cuts) - 1, min(len(cuts), most)).round().astype(int)
         self.starts = [cuts[index] for index in dict.fromkeys(chosen.tolist())]
+        if fine:
+            ends = {op + 1 for op in self._highest(self.least)}
+            self.starts = sorted({*self.starts, *(end for end in ends if end < len(self.curve))})
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -81,6 +86,10 @@ class Moments:
     def excess(self, limit: NDArray[np.float64]) -> NDArray[np.float64]:
         """How far the step without absences is over a limit of each op, at the worst op of each moment, in bytes."""
         return np.maximum.reduceat(self.curve - limit, self.starts)
+
+    def after(self, now: int, op: int) -> int:
+        """The first moment with time after an op of moment `now`."""
+        return now + 1 if self.starts[now + 1 : now + 2] == [op + 1] else now
 
     @cached_property
     def worst(self) -> list[int]:

@@ -54,6 +54,7 @@ class Relaxation:
         absences: Iterable[Absence],
         *,
         optimistic: bool = False,
+        fine: bool = False,
         chains: bool = True,
     ) -> None:
         """
@@ -64,13 +65,14 @@ class Relaxation:
             optimistic: round moments so that values are away longer than they can be, and let a source come twice
                 if that is cheaper: the optimum is then a lower bound. Else values are away a little shorter, so
                 that what fits the program is likely to fit the step.
+            fine: cut time more finely, which takes longer.
             chains: whether a value may be made anew from another that is made anew itself.
         """
         self._problem = problem
         self._optimistic = optimistic
         self._chains = chains
         self._items = [item for item in absences if item.leaves < item.wanted]
-        self._moments = Moments(problem, self._items, curve, optimistic=optimistic)
+        self._moments = Moments(problem, self._items, curve, optimistic=optimistic, fine=fine)
 
     def solve(self, budgets: Sequence[float] | None = None) -> Shares:
         """The cheapest shares. `budgets`: the bytes that may be alive at each op; the problem's if left out."""

@@ -83,7 +83,8 @@ def add_covers(rows: Rows, columns: Columns, moments: Moments) -> None:
                 _add_whole_values(rows, columns, cover, young, [value.copied for value in cover.values], lane)
             for until in sorted({value.wanted for value in cover.values}):
                 soon = [value.wanted <= until for value in cover.values]
-                lane = _Lane(into, times[until] - times[op + 1], now, min(len(moments) - 1, moments.begin(until)))
+                first, last = moments.after(now, op), min(len(moments) - 1, moments.begin(until))
+                lane = _Lane(into, times[until] - times[op + 1], first, last)
                 _add_whole_values(rows, columns, cover, soon, [value.copied_back for value in cover.values], lane)
 
 
