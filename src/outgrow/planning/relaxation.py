@@ -72,6 +72,7 @@ class Relaxation:
         self._optimistic = optimistic
         self._chains = chains
         self._items = [item for item in absences if item.leaves < item.wanted]
+        self._solved: dict[bytes, Shares] = {}  # by the excess over the budgets: some are asked for twice
         self._moments = Moments(problem, self._items, curve, optimistic=optimistic, fine=fine)
 
     def solve(self, budgets: Sequence[float] | None = None) -> Shares:
@@ -79,6 +80,12 @@ class Relaxation:
         excess = self._excess(budgets)
         if not self._items:
             return Shares({}, {}, 0.0 if excess.max() <= 0 else float("inf"))
+        key = excess.tobytes()
+        if key not in self._solved:
+            self._solved[key] = self._shares(excess)
+        return self._solved[key]
+
+    def _shares(self, excess: NDArray[np.float64]) -> Shares:
         columns = self._program[1]
         costs, matrix, bounds = self._arrays
         answer = linprog(costs, A_ub=matrix, b_ub=self._limits(excess), bounds=bounds, method="highs")

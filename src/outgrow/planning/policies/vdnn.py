@@ -7,6 +7,7 @@ earlier layer that offloaded, and looks no further than the next convolution.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 from outgrow.planning.plan import Plan, make_plan
@@ -66,13 +67,20 @@ def _offload(name: str, problem: Problem, chosen: Iterable[Candidate]) -> Plan:
 def _prefetch_ticks(problem: Problem, chosen: dict[int, Candidate]) -> dict[int, int]:
     """For each offloaded value the tick at which its copy back starts (section III-B, `findPrefetchLayer`)."""
     layers = backward_layers(problem)
+    # The layers at which a search may end: they wait for values, or are convolutions.
+    ends = [
+        place for place, layer in enumerate(layers) if layer.convolution or not chosen.keys().isdisjoint(layer.values)
+    ]
     asked: dict[int, int] = {}
-    for position, layer in enumerate(layers):
-        for earlier in layers[position + 1 :]:
+    for place, layer in enumerate(layers):
+        following = bisect_right(ends, place)
+        while following < len(ends):
+            earlier = layers[ends[following]]
             wanted = [value for value in earlier.values if value in chosen and value not in asked]
             for value in wanted:
                 if chosen[value].last_pack < layer.tick < chosen[value].first_unpack:
                     asked[value] = layer.tick
             if wanted or earlier.convolution:
                 break
+            del ends[following]  # all of its values were asked for
     return asked
