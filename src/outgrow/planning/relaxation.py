@@ -19,7 +19,7 @@ from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
 from scipy.sparse import csr_array, vstack
 
 from outgrow.planning.absences import Absence
@@ -30,6 +30,11 @@ from outgrow.planning.tightening import add_covers, add_own_copies, add_whole_co
 
 # How many values a branch and bound takes to be whole, and how far from the optimum it may stop.
 _WHOLE_VALUES, _WHOLE_GAP = 6, 1e-3
+# By how much a row must be broken to count, and what more rows must tell, as a share of the step.
+_BROKEN, _NEWS = 1e-6, 1e-5
+# Solvers, and how long each may take, in seconds; and what they say in the end (`OptimizeResult.status`).
+_SOLVERS = (("highs-ds", 20.0), ("highs-ipm", 60.0))
+_SOLVED, _INFEASIBLE = 0, 2
 
 
 @dataclass(frozen=True)
@@ -87,25 +92,66 @@ class Relaxation:
 
     def _shares(self, excess: NDArray[np.float64]) -> Shares:
         columns = self._program[1]
-        costs, matrix, bounds = self._arrays
-        answer = linprog(costs, A_ub=matrix, b_ub=self._limits(excess), bounds=bounds, method="highs")
-        if answer.x is None:
-            return Shares({}, {}, float("inf"))
+        answer, _ = self._optimum(excess)
+        if answer.status != _SOLVED:
+            return Shares({}, {}, self._unsolved(answer))
         saved = [(k, item.value) for k, item in enumerate(self._items) if item.candidate is not None]
         out = {value: float(answer.x[columns.offloaded[k]]) for k, value in saved}
         anew = {value: float(answer.x[columns.recomputed[k]]) for k, value in saved}
         return Shares(out, anew, float(answer.fun))
+
+    def _optimum(self, excess: NDArray[np.float64]) -> tuple[OptimizeResult, LinearConstraint]:
+        """The solver's answer, and the rows that it was found with.
+
+        Of the rows that tighten the program most hold anyhow: those that an answer breaks are added, and it is solved
+        again, until there are none or they tell nothing new. All at once can take a solver minutes.
+        """
+        matrix = self._arrays[1]
+        cuts, most = self._cuts
+        limits = self._limits(excess)
+        unused = np.arange(len(most))
+        answer = self._answer(matrix, limits)
+        found = LinearConstraint(matrix, -np.inf, limits)
+        while answer.status == _SOLVED and len(unused):
+            is_broken = cuts[unused] @ answer.x > most[unused] + _BROKEN
+            broken, unused = unused[is_broken], unused[~is_broken]
+            matrix = vstack([matrix, cuts[broken]], format="csr")
+            limits = np.concatenate([limits, most[broken]])
+            tighter = self._answer(matrix, limits) if len(broken) else answer
+            if tighter.status not in (_SOLVED, _INFEASIBLE):
+                break
+            news = float("inf") if tighter.status == _INFEASIBLE else tighter.fun - answer.fun
+            answer, found = tighter, LinearConstraint(matrix, -np.inf, limits)
+            if news < _NEWS * self._problem.op_times[-1]:
+                break
+        return answer, found
+
+    def _answer(self, matrix: csr_array, limits: NDArray[np.float64]) -> OptimizeResult:
+        """What a solver says; a second one, where the first goes round in circles."""
+        costs, _, bounds = self._arrays
+        for method, seconds in _SOLVERS:
+            options = {"time_limit": seconds}
+            answer = linprog(costs, A_ub=matrix, b_ub=limits, bounds=bounds, method=method, options=options)
+            if answer.status in (_SOLVED, _INFEASIBLE):
+                break
+        return answer
+
+    def _unsolved(self, answer: OptimizeResult) -> float:
+        """Seconds where there is no optimum: infinite where nothing fits; a bound that nobody could find is none."""
+        return 0.0 if self._optimistic and answer.status != _INFEASIBLE else float("inf")
 
     def least_seconds(self, seconds: float) -> float:
         """What any shares cost at least if those of the largest values are all or nothing, in seconds.
 
         A branch and bound that takes `seconds` at most; what it has proved by then.
         """
-        relaxed = self.solve().seconds
-        if not self._items or not isfinite(relaxed):
-            return relaxed
+        if not self._items:
+            return self.solve().seconds
+        relaxed, constraints = self._optimum(self._excess())
+        if relaxed.status != _SOLVED:
+            return self._unsolved(relaxed)
         columns = self._program[1]
-        costs, matrix, bounds = self._arrays
+        costs, _, bounds = self._arrays
         whole = np.zeros(columns.count)
         largest = sorted(range(len(self._items)), key=lambda index: -self._items[index].nbytes)[:_WHOLE_VALUES]
         for index in largest:
@@ -114,11 +160,12 @@ class Relaxation:
             costs,
             integrality=whole,
             bounds=Bounds(bounds[:, 0], bounds[:, 1]),
-            constraints=LinearConstraint(matrix, -np.inf, self._limits(self._excess())),
+            constraints=constraints,
             options={"time_limit": seconds, "mip_rel_gap": _WHOLE_GAP},
         )
         proved = getattr(answer, "mip_dual_bound", None)
-        return max(relaxed, float(proved)) if proved is not None and isfinite(proved) else relaxed
+        found = float(relaxed.fun)
+        return max(found, float(proved)) if proved is not None and isfinite(proved) else found
 
     def _excess(self, budgets: Sequence[float] | None = None) -> NDArray[np.float64]:
         """How far the plain step is over the budget, at the worst op of each moment."""
@@ -169,10 +216,17 @@ class Relaxation:
             self._add_work(rows, columns)
             self._add_handling(rows, columns)
             self._add_order(rows, columns)
+        return rows, columns
+
+    @cached_property
+    def _cuts(self) -> tuple[csr_array, NDArray[np.float64]]:
+        """Rows that tighten the program of a lower bound, and their limits."""
+        rows, columns = Rows(), self._program[1]
+        if self._optimistic:
             add_whole_copies(rows, columns, self._moments)
             add_own_copies(rows, columns, self._moments)
             add_covers(rows, columns, self._moments)
-        return rows, columns
+        return rows.matrix(columns.count), np.asarray(rows.limits)
 
     @cached_property
     def _sources(self) -> list[tuple[int, int]]:
