@@ -2,11 +2,12 @@
 
     python benchmarks/tuning.py --output benchmarks/results/cpu-tuning.json
 
-For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Then all sizes that
-fit, powers of two and one and a half times those, up to --max-batch, train in processes of their own that take turns
-of a few steps, or of some seconds where steps are short. What comes within a tenth of the best races once more, in
-new processes and shorter turns: the best of many sizes was also the luckiest, and a machine whose speed wavers by a
-tenth says little in three turns.
+For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Then five sizes that
+are named here take turns for long enough to say how right the predictions were on a machine whose speed wavers. All
+sizes that fit, powers of two and one and a half times those, up to --max-batch, train in processes of their own that
+take turns of a few steps, or of some seconds where steps are short. What comes within a tenth of the best races once
+more, in new processes and shorter turns: the best of many sizes was also the luckiest, and three turns say little
+where speeds waver by a tenth.
 The best of that final and the tuner's choice, where they differ, then meet alone: the best of some noisy figures is
 again the luckiest of them, and only turns that did not choose it say by how much it is ahead.
 Compared are what the tuner predicted of each size with what is measured now, the throughput of its choice with the
@@ -24,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, median
 from typing import Any
 
 from environment import environment, write
@@ -45,6 +46,13 @@ _NETWORKS: Mapping[str, tuple[int, str]] = {
     "resnet-152": (64, "780MB"),
     "densenet-121": (64, "130MB"),
     "gpt-12x384": (128, "340MB"),
+}
+# The sizes at which predictions are judged: some that fit as they are, and some that do not.
+_NAMED: Mapping[str, tuple[int, ...]] = {
+    "resnet-50": (2, 4, 8, 16, 32),
+    "resnet-152": (2, 4, 8, 16, 32),
+    "densenet-121": (2, 4, 8, 16, 32),
+    "gpt-12x384": (1, 2, 4, 8, 16),
 }
 _STEPS_OF_THE_CHOICE = 20
 # The first step of a turn finds the caches cold, and the disk busy with what others wrote: it does not count.
@@ -75,6 +83,21 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Named:
+    """One of the named batches: samples per second as predicted, and in each turn."""
+
+    batch: int
+    foretold: bool
+    predicted: float
+    turns: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured; measured is what all turns come to."""
+        return self.predicted / harmonic_mean(self.turns)
+
+
+@dataclass(frozen=True)
 class Final:
     """The sizes that came close to the best, raced again: samples per second, turn by turn.
 
@@ -100,6 +123,7 @@ class Result:
     chosen_batch: int
     best_batch: int
     best_share: float
+    named: tuple[Named, ...]
     foretold: int
     foretold_within_10_percent: int
     sizes: tuple[Size, ...]
@@ -173,6 +197,7 @@ def _measure(name: str, given: argparse.Namespace, device: Hardware) -> Result:
     limit = ("--max-batch", str(given.max_batch))
     answer = _command("tune", options, "--objective", "throughput", "--noise-scale", "1000", *limit)
     predicted = {item["batch_size"]: item for item in answer["candidates"] if item["accumulation"] == 1}
+    named = _named(name, predicted, given.named_rounds)
     batches = [batch for batch in sizes_between(1, answer["largest_batch"]) if batch in predicted]
     setups = [Setup(str(batch), replace(options, batch=batch, data="synthetic")) for batch in batches]
     steps = {str(batch): _steps_of_a_turn(predicted[batch]["predicted_step_seconds"]) for batch in batches}
@@ -216,6 +241,7 @@ def _measure(name: str, given: argparse.Namespace, device: Hardware) -> Result:
         chosen_batch=chosen,
         best_batch=best.batch,
         best_share=ours / best.measured,
+        named=named,
         foretold=sum(size.foretold for size in sizes),
         foretold_within_10_percent=sum(size.foretold and abs(size.ratio - 1) <= 0.10 for size in sizes),
         sizes=sizes,
@@ -224,6 +250,30 @@ def _measure(name: str, given: argparse.Namespace, device: Hardware) -> Result:
         tuning=answer,
         final=final,
     )
+
+
+def _named(name: str, predicted: Mapping[int, Mapping[str, Any]], rounds: int) -> tuple[Named, ...]:
+    image_size, budget = _NETWORKS[name]
+    options = Options(name, image_size=image_size, budget=budget, data="synthetic")
+    setups = [Setup(str(batch), replace(options, batch=batch)) for batch in _NAMED[name]]
+    steps = {str(batch): _steps_of_a_turn(predicted[batch]["predicted_step_seconds"]) for batch in _NAMED[name]}
+    runs = interleave(setups, rounds, steps)
+    found: list[Named] = []
+    for batch in _NAMED[name]:
+        run = runs[str(batch)]
+        if run.failure is not None:
+            raise SetupFailed(str(batch), run.failure)
+        each = steps[str(batch)]
+        seconds = [[row.seconds for row in run.rows[turn * each + 1 : (turn + 1) * each]] for turn in range(rounds)]
+        found.append(
+            Named(
+                batch,
+                predicted[batch]["foretold"],
+                predicted[batch]["predicted_samples_per_second"],
+                tuple(batch / median(turn) for turn in seconds),
+            )
+        )
+    return tuple(found)
 
 
 def _steps_of_a_turn(step_seconds: float) -> int:
@@ -247,14 +297,17 @@ def _command(command: str, options: Options, *more: str) -> dict[str, Any]:
 
 def _with_ratios(result: Result) -> dict[str, Any]:
     sizes = [asdict(size) | {"ratio": size.ratio} for size in result.sizes]
-    return asdict(result) | {"sizes": sizes}
+    named = [asdict(item) | {"ratio": item.ratio} for item in result.named]
+    return asdict(result) | {"sizes": sizes, "named": named}
 
 
 def _in_words(result: Result) -> str:
+    named = " ".join(f"{item.batch}{'' if item.foretold else '*'}:{item.ratio:.2f}" for item in result.named)
     sizes = " ".join(f"{size.batch}{'' if size.foretold else '*'}:{size.ratio:.2f}" for size in result.sizes)
     return (
         f"{result.network}: {_final_in_words(result.final, result.chosen_batch)}; "
-        f"largest {result.largest_batch}, plain {result.plain_batch}; predicted / measured (* not foretold) {sizes}; "
+        f"largest {result.largest_batch}, plain {result.plain_batch}; predicted / measured (* not foretold) {named}; "
+        f"in few turns {sizes}; "
         f"peak of its choice {result.choice_peak_bytes / result.budget_bytes:.3f} of the budget"
     )
 
@@ -266,6 +319,7 @@ def _final_in_words(final: Final, chosen: int) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", action="append", choices=list(_NETWORKS), help="only this one; may be repeated")
+    parser.add_argument("--named-rounds", type=int, default=10, help="turns of each of the five named batches")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each batch")
     parser.add_argument("--final-rounds", type=int, default=6, help="turns in the final, of two steps, one counts")
     parser.add_argument("--duel-rounds", type=int, default=12, help="turns of the two that meet at the end, alike")

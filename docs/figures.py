@@ -120,7 +120,8 @@ def tuning() -> str:
     name, figures = _files("cpu-tuning.json")[0]
     rows = []
     for result in figures["results"]:
-        told = (f"{size['batch']}{'' if size['foretold'] else '*'}: {size['ratio']:.2f}" for size in result["sizes"])
+        judged = result.get("named", result["sizes"])  # in many turns, where that was done
+        told = (f"{size['batch']}{'' if size['foretold'] else '*'}: {size['ratio']:.2f}" for size in judged)
         rows.append(
             (
                 f"{result['network']}, size {result['image_size']}, {_mib(result['budget_bytes'])}",

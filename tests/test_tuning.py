@@ -256,13 +256,14 @@ def test_a_batch_whose_first_run_was_lucky_is_not_the_answer(monkeypatch: pytest
     def timed(*arguments: Any, **options: Any) -> Trial:
         trial = run_trial(*arguments, **options)
         runs.append(built[-1])
-        return replace(trial, step_seconds=0.1 if runs == [16] else 1.0)
+        return replace(trial, runs=(0.1 if runs == [16] else 1.0,))
 
     monkeypatch.setattr(tuner, "run_trial", timed)
     answer = outgrow.tune(
         make, budget="1GiB", objective="throughput", base_batch=16, max_batch=32, noise_scale=1e4, trials=9
     )
-    assert runs.count(16) == runs.count(32) == 2
+    assert runs[:6] == [16, 1, 16, 1, 16, 1], "what predictions rest on runs in turns"
+    assert runs.count(32) == 2
     assert answer.batch_size == 32
 
 

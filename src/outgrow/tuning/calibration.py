@@ -42,9 +42,10 @@ class Calibration:
         self._samples: list[Sample] = []
 
     def learn(self, sample: Sample, hardware: Hardware) -> None:
-        """Add a real step; `hardware` is the machine with the copying speeds that it saw."""
+        """Add a real step, or what is known of it now; `hardware` is the machine with the copying speeds it saw."""
         self.hardware = hardware
-        self._samples = sorted([*self._samples, sample], key=lambda item: item.batch)
+        others = [item for item in self._samples if item.batch != sample.batch]
+        self._samples = sorted([*others, sample], key=lambda item: item.batch)
 
     def sized(self, batch: int, estimated: Trace) -> Trace:
         """An estimated trace with the workspaces to expect."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from outgrow.planning.plan import Plan
 from outgrow.session import Session
@@ -48,19 +48,24 @@ class Trial:
     """What steps of one candidate took.
 
     Attributes:
-        step_seconds: the median of the steps under the plan.
-        peak_bytes: the highest of all steps, the first one too.
+        runs: of each run the median of the steps under the plan, in seconds.
+        peak_bytes: the highest of all steps, the first ones too.
         plan: what the last step followed, with the trace and the device as they were measured.
     """
 
-    step_seconds: float
+    runs: tuple[float, ...]
     peak_bytes: int
     plan: Plan
 
+    @property
+    def step_seconds(self) -> float:
+        """The mean of the runs."""
+        return fmean(self.runs)
+
     def after(self, earlier: Trial) -> Trial:
-        """What both runs of a candidate took: the mean of their times, and the higher peak."""
-        seconds = (earlier.step_seconds + self.step_seconds) / 2
-        return replace(self, step_seconds=seconds, peak_bytes=max(earlier.peak_bytes, self.peak_bytes))
+        """What all runs of a candidate took, and their highest peak."""
+        peak = max(earlier.peak_bytes, self.peak_bytes)
+        return replace(self, runs=(*earlier.runs, *self.runs), peak_bytes=peak)
 
     @property
     def trace(self) -> Trace:
@@ -112,4 +117,4 @@ def run_trial(
     assert plan is not None, "every step that was recorded has a plan"
     del made
     gc.collect()  # models hold themselves in cycles, and the next one needs the room
-    return Trial(median(seconds), peak, plan)
+    return Trial((median(seconds),), peak, plan)

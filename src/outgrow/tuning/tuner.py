@@ -7,7 +7,6 @@ right, `auto` plans each candidate from those, and gradients show what more samp
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,6 +47,8 @@ Objective = Literal["goodput", "throughput"]
 _NOISE_STEPS, _NOISE_PASSES = 16, 16
 _MOST_PASSES = 16
 _RUNS_OF_THE_BEST = 2  # and the mean of both counts
+# So often what all predictions rest on is run, in turns: a machine's speed wavers for half a minute at a time.
+_ROUNDS = 3
 # Predictions are right to a tenth: what is foretold to be worth this share of the best may be better.
 _CLOSE = 0.9
 
@@ -202,7 +203,6 @@ class _Search:
         self._only_divided: list[int] = []  # batches that are in reach in several passes alone
         self._trials: dict[tuple[int, int], Trial] = {}
         self._predicted: dict[tuple[int, int], Candidate] = {}  # of what was run later, as predicted before
-        self._runs: Counter[tuple[int, int]] = Counter()
         self._failed: set[tuple[int, int]] = set()
         self._failures: list[BudgetTooSmall] = []
 
@@ -248,6 +248,9 @@ class _Search:
         sizes = sorted({*sizes_between(self._least, most), *(batch for batch, _ in self._trials), most})
         for size in self._ends(sizes):
             self._run(size, 1)
+        for _ in range(_ROUNDS - 1):
+            for batch, passes in list(self._trials):
+                self._run(batch, passes)
         if self._builder.accumulates:  # in several passes the base batch is in reach, where it does not fit in one
             self._only_divided = sizes_between(most + 1, min(self._base, max_batch or self._base))
         self._reporter.expect(len(sizes))
@@ -278,13 +281,17 @@ class _Search:
             if not known:
                 return
             best = known[0]
-            is_sure = self._runs[best.micro_batch, best.accumulation] >= _RUNS_OF_THE_BEST
+            is_sure = self._is_sure(best)
             least = _CLOSE * self._worth(best)
             close = (item for item in known if item.measured_step_seconds is None and self._worth(item) >= least)
             following = next(close, None) if is_sure else best
             if following is None:
                 return
             self._run(following.micro_batch, following.accumulation)
+
+    def _is_sure(self, candidate: Candidate) -> bool:
+        trial = self._trials.get((candidate.micro_batch, candidate.accumulation))
+        return trial is not None and len(trial.runs) >= _RUNS_OF_THE_BEST
 
     def answer(self, epoch_samples: int | None) -> Tuning:
         """The best of what was run."""
@@ -430,16 +437,22 @@ class _Search:
             self._failed.add(key)
             self._failures.append(error)
             return
-        self._runs[key] += 1
-        self._trials[key] = trial if before is None else trial.after(before)
-        if passes == 1 and before is None:
+        trial = trial if before is None else trial.after(before)
+        self._trials[key] = trial
+        if passes == 1:
             moves = not keeps_everything(trial.plan)
             sample = Sample(micro_batch, moves, self._estimated(micro_batch), trial.trace)
             self._calibration.learn(sample, trial.plan.problem.hardware)
             self._correct()
 
     def _plan_to_run(self, micro_batch: int, passes: int) -> Plan | None:
-        """The plan, as one whose trace has yet to be recorded: it saves a step that nobody planned."""
+        """The plan of the run before; else ours, as one whose trace has yet to be recorded.
+
+        It saves a step that nobody planned, and the first also another search.
+        """
+        before = self._trials.get((micro_batch, passes))
+        if before is not None:
+            return before.plan
         plan = self._plans.get(micro_batch)
         if plan is None or passes > 1 or not plan.simulate().feasible:
             return None
