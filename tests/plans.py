@@ -76,20 +76,25 @@ def deep_plan(layers: int, share: float = 0.5, policy: str = "vdnn-all", module:
 class Map:
     """A value that autograd saves: made by an op, held by the program until one, and wanted back at one.
 
-    `made_from` names the maps that a recipe makes it from; None where no recipe can.
+    `made_from` names the maps that a recipe makes it from; None where no recipe can. Autograd may want it once more.
     """
 
     birth: int
     held: int
     wanted: int
     made_from: tuple[int, ...] | None = None
+    again: int | None = None
+
+    @property
+    def unpacked(self) -> tuple[int, ...]:
+        return (self.wanted,) if self.again is None else (self.wanted, self.again)
 
 
 def trace_of_maps(maps: Sequence[Map], seconds: Sequence[float], workspaces: Mapping[int, int]) -> Trace:
     """A step of as many ops as there are seconds, with workspaces by op; maps have `MAP_BYTES` each."""
     backward = min(item.wanted for item in maps)
     values = tuple(
-        Value(number, 0, MAP_BYTES, Kind.ACTIVATION, item.birth, item.held, item.wanted + 1)
+        Value(number, 0, MAP_BYTES, Kind.ACTIVATION, item.birth, item.held, item.unpacked[-1] + 1)
         for number, item in enumerate(maps)
     )
     at_birth = {item.birth: item for item in maps}
@@ -109,9 +114,10 @@ def trace_of_maps(maps: Sequence[Map], seconds: Sequence[float], workspaces: Map
         for number, duration in enumerate(seconds)
     )
     saved = tuple(
-        Saved(number, MAP_BYTES, "MulBackward0", "", item.birth, (item.wanted,), item.wanted + 1)
+        Saved(number, MAP_BYTES, "MulBackward0", "", item.birth, (wanted,), wanted + 1)
         for number, item in enumerate(maps)
+        for wanted in item.unpacked
     )
-    ticks = [Tick(Event.PACK, number, item.birth + 1) for number, item in enumerate(maps)]
-    ticks += [Tick(Event.UNPACK, number, item.wanted) for number, item in enumerate(maps)]
+    ticks = [Tick(Event.PACK, number, maps[item.value].birth + 1) for number, item in enumerate(saved)]
+    ticks += [Tick(Event.UNPACK, number, item.unpacked[0]) for number, item in enumerate(saved)]
     return Trace(ops, values, saved, tuple(sorted(ticks, key=lambda tick: tick.op)), "cpu", True, "2.11.0")

@@ -190,6 +190,20 @@ def test_the_bound_knows_that_what_was_just_saved_has_to_be_copied_since() -> No
     assert least_step_seconds(problem, 1.0) == pytest.approx(seconds, rel=0.001)
 
 
+@pytest.mark.parametrize(
+    "maps",
+    [
+        pytest.param([Map(0, 1, 2, again=6)], id="between two uses of autograd's"),
+        pytest.param([Map(0, 5, 6), Map(1, 2, 2)], id="where the program holds what it uses no more"),
+    ],
+)
+def test_the_bound_allows_what_leaves_before_an_op_without_room(maps: list[Map]) -> None:
+    trace = trace_of_maps(maps, seconds=[1e-6] * 7, workspaces={4: 4 * MAP_BYTES})
+    plan = outgrow.plan(trace, budget=int(4.5 * MAP_BYTES), hardware=NO_LATENCY)
+    assert plan.simulate().feasible
+    assert least_step_seconds(plan.problem, 1.0) <= plan.simulate().step_seconds * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("share", [0.8, 0.66, 0.5])
 def test_auto_is_near_the_bound(share: float) -> None:
     network = find("resnet-50")
