@@ -95,9 +95,8 @@ class Relaxation:
         answer, _ = self._optimum(excess)
         if answer.status != _SOLVED:
             return Shares({}, {}, self._unsolved(answer))
-        saved = [(k, item.value) for k, item in enumerate(self._items) if item.candidate is not None]
-        out = {value: float(answer.x[columns.offloaded[k]]) for k, value in saved}
-        anew = {value: float(answer.x[columns.recomputed[k]]) for k, value in saved}
+        out = {value: float(answer.x[columns.offloaded[place]]) for value, place in self._places.items()}
+        anew = {value: float(answer.x[columns.recomputed[place]]) for value, place in self._places.items()}
         return Shares(out, anew, float(answer.fun))
 
     def _optimum(self, excess: NDArray[np.float64]) -> tuple[OptimizeResult, LinearConstraint]:
@@ -200,14 +199,14 @@ class Relaxation:
         edges = self._sources
         columns = Columns(len(self._items), self._earlier, len(edges), len(self._moments))
         rows = Rows()
-        places = {item.value: index for index, item in enumerate(self._items) if item.candidate is not None}
         for index, (offloaded, recomputed) in enumerate(zip(columns.offloaded, columns.recomputed, strict=True)):
             shares = [(offloaded, 1.0), (recomputed, 1.0)]
             rows.at_most(1.0, shares)
             if index in self._moments.ousted:
                 rows.at_least(1.0, shares)
             if self._items[index].is_one_way:
-                rows.at_most(0.0, [(offloaded, 1.0), (columns.recomputed[places[self._items[index].value]], -1.0)])
+                made_anew = columns.recomputed[self._places[self._items[index].value]]
+                rows.at_most(0.0, [(offloaded, 1.0), (made_anew, -1.0)])
         self._add_shared_copies(rows, columns)
         self._add_sources(rows, columns, edges)
         self._add_levels(rows, columns, edges)
@@ -229,13 +228,17 @@ class Relaxation:
         return rows.matrix(columns.count), np.asarray(rows.limits)
 
     @cached_property
+    def _places(self) -> dict[int, int]:
+        """The number of each candidate's item."""
+        return {item.value: index for index, item in enumerate(self._items) if item.candidate is not None}
+
+    @cached_property
     def _sources(self) -> list[tuple[int, int]]:
         """(reader, source) for each candidate that is a source of another's recipe, readers in order of return."""
-        saved = [(index, item.candidate) for index, item in enumerate(self._items) if item.candidate is not None]
-        places = {item.value: index for index, item in saved}
+        places = self._places
         found: list[tuple[int, int]] = []
-        for index, item in saved:
-            recipe = None if self._items[index].anew_seconds is None else self._problem.recipes.find(item.value)
+        for value, index in places.items():
+            recipe = None if self._items[index].anew_seconds is None else self._problem.recipes.find(value)
             sources = [places[source] for source in (() if recipe is None else recipe.sources) if source in places]
             wanted = self._items[index].wanted
             found += [(index, source) for source in sources if wanted < self._items[source].wanted]
