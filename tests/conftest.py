@@ -121,8 +121,12 @@ class Child:
                 answer = self._answers.recv() if self._answers.poll(seconds) else self._end()
             self._process.join()
             code = self._process.exitcode
-            assert code == 0, f"the child ended with {code}:\n{self._errors.read()[-4000:]}"
+            assert code == 0, f"the child ended with {code}:\n{self._said()}"
         return json.loads(answer)
+
+    def _said(self) -> str:
+        """The end of its standard error, without the list of modules that follows the stacks of a crash."""
+        return self._errors.read().split("\nExtension modules:")[0][-8000:]
 
     def _end(self) -> None:
         """An abort makes it say first where each of its threads is."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import resource
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import outgrow
 from conftest import RunChild
 from outgrow.runtime.copies.cpu import CpuCopies
+from outgrow.runtime.reserve import Reserve
 from outgrow.runtime.tiers.disk import SpillFile
 from steps import digest
 
@@ -140,6 +142,81 @@ def test_a_budget_beyond_the_wall_trains_the_same_by_page_faults(
     assert found["faults"][0] > 0
     # The session learns where the wall is: its plans stay below.
     assert found["faults"][-1] - found["faults"][-2] < found["faults"][0]
+
+
+class Crowd(nn.Module):
+    """Once, in a forward pass: takes all that is left of the memory in small blocks, the holes of the heap too.
+
+    What is left are holes of two KiB, for Python's own objects.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.comes = False
+        self.blocks: list[np.ndarray | None] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.comes:
+            self.comes = False
+            for kib in (256, 64, 16, 4, 2):
+                larger = len(self.blocks)
+                with suppress(MemoryError):
+                    while True:
+                        self.blocks.append(np.empty(kib << 10, np.uint8))
+            for position in range(larger, len(self.blocks), 2):
+                self.blocks[position] = None
+        return x
+
+
+def train_in_a_crowd(slack: int | None) -> dict[str, Any]:
+    """Train on small images, then on large ones, for which kernels are built when the heap has no room left."""
+    warm_up()
+    torch.manual_seed(0)
+    crowd = Crowd()
+    model = nn.Sequential(*network(6)[:12], crowd, *network(6)[12:])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    session = None if slack is None else outgrow.Session(model, optimizer, budget=1 << 40)
+    train(model, optimizer, 48, session)
+    if slack is not None:
+        crowd.comes = True
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + slack, resource.RLIM_INFINITY))
+    found = {"error": "", **train(model, optimizer, 96, session)}
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if session is not None:
+        session.close()
+    return found
+
+
+def test_kernels_are_built_where_the_heap_has_no_room_left(run_child: RunChild) -> None:
+    alone = run_child(train_in_a_crowd, None)
+    found = run_child(train_in_a_crowd, 60 << 20)
+    assert_same(found, alone)
+    assert found["faults"][0] > 0
+
+
+def build_a_kernel_where_large_blocks_took_all() -> str:
+    warm_up()
+    x, weight = torch.ones(4, 5, 9, 9), torch.ones(7, 5, 3, 3)
+    blocks: list[np.ndarray] = []
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (8 << 20), resource.RLIM_INFINITY))
+    reserve = Reserve()
+    reserve.open()
+    for kib in (1024, 256, 64, 33):
+        with suppress(MemoryError):
+            while True:
+                blocks.append(np.empty(kib << 10, np.uint8))
+    try:
+        F.conv2d(x, weight)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        blocks.clear()
+    return ""
+
+
+def test_the_reserve_stays_for_small_blocks_where_large_ones_took_all(run_child: RunChild) -> None:
+    """Else the process ends here: oneDNN does not look whether it got the memory for a kernel's description."""
+    assert run_child(build_a_kernel_where_large_blocks_took_all) == "could not create a primitive"
 
 
 def train_towards_the_wall(slack: int | None, folder: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.pool import Pool
+from outgrow.runtime.reserve import Reserve
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.tracing.ops import OpFacts
 from outgrow.tracing.probe import measured_call
@@ -39,6 +40,7 @@ class Calls:
         self._pool = pool
         self._memory = memory
         self._convolutions = convolutions
+        self._reserve = Reserve() if device_type == "cpu" else None
         self._refusals = 0  # that the allocator made so far, without those that a search for an algorithm expects
 
     def begin(self) -> None:
@@ -62,6 +64,7 @@ class Calls:
             call = partial(self._call_searching, need, call)
         elif self._memory.is_counted and (not need.measured or any(name in facts.name for name in _FALLS_BACK)):
             call = partial(self._call_in_gate, need.likely_bytes, call)
+        self._keep_room(facts, need)
         # What it drew before memory ran out it must draw again.
         dice = Dice.before(args, kwargs) if facts.draws else None
         while True:
@@ -79,6 +82,19 @@ class Calls:
                     self._pool.page_fault(error, need.likely_bytes, facts.name)
             if dice is not None:
                 dice.put_back()
+
+    def _keep_room(self, facts: OpFacts, need: Need) -> None:
+        """See that libraries find memory on the CPU's heap; where there is none, evict (a page fault)."""
+        if self._reserve is None or facts.is_view:
+            return
+        take = self._reserve.check if need.measured else self._reserve.open
+        while True:
+            try:
+                take()
+                break
+            except MemoryError as error:
+                self._pool.page_fault(error, need.likely_bytes, facts.name)
+                take = self._reserve.open
 
     def _measured_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
         return measured_call(func, args, kwargs, self._device_type)
@@ -126,6 +142,8 @@ def _run_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     def run() -> tuple[Any, int | None]:
         torch.get_num_threads()  # makes the new thread use as many as this one: kernels are built for a number
+        reserve = Reserve()
+        reserve.open()
         with torch._C._AutoDispatchBelowAutograd():  # as inside a dispatch mode
             return measured_call(func, args, kwargs)
 

@@ -6,13 +6,15 @@ import errno
 
 import torch
 
-# What the CPU allocator says, what C++ does, what oneDNN makes of either when it builds a kernel, and what Python
-# says where there is no room for a stack.
+# What the CPU allocator says, what C++ does, what oneDNN makes of either, and what Python says where there is no room
+# for a stack.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "std::bad_alloc",
     "could not create a primitive",
     "could not create a memory",
+    "could not create an engine",
+    "could not execute a primitive",
     "can't start new thread",
 )
 
