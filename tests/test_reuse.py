@@ -241,6 +241,20 @@ def test_what_only_fits_with_reuse_moves_nothing() -> None:
     assert summary.offloaded_bytes == 0
 
 
+def test_nothing_is_written_over_where_there_is_no_room_for_the_thread_that_calibrates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(work: Any) -> Any:
+        raise MemoryError("can't allocate memory for the stacks of threads")
+
+    plain = run_chain(nn.ReLU(), "keep").measured_peak_bytes
+    monkeypatch.setattr(reuse, "run_on_new_thread", refuse)
+    reuse.engine_alone.cache_clear()
+    assert run_chain(nn.ReLU(), ReuseAll()).measured_peak_bytes >= 0.99 * plain
+    monkeypatch.undo()
+    assert run_chain(nn.ReLU(), ReuseAll()).measured_peak_bytes < 0.9 * plain
+
+
 def test_a_gradient_that_two_ops_read_or_that_lives_on_is_not_given_away() -> None:
     def trace_of(forward: Function) -> tuple[Problem, tuple[int, ...]]:
         model = nn.Linear(8, 8)

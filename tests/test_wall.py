@@ -17,9 +17,16 @@ from torch.nn import functional as F
 
 import outgrow
 from conftest import RunChild
+from outgrow.learning import Planner
+from outgrow.planning.plan import Plan
+from outgrow.planning.problem import Problem
 from outgrow.runtime.copies.cpu import CpuCopies
-from outgrow.runtime.reserve import Reserve
+from outgrow.runtime.pool import Pool
+from outgrow.runtime.threads import run_on_new_thread
+from outgrow.runtime.tiers.arena import find_arena
 from outgrow.runtime.tiers.disk import SpillFile
+from outgrow.runtime.tiers.reserve import Reserve
+from outgrow.tracing.probe import _memory_only
 from steps import digest
 
 STEPS = 4
@@ -200,7 +207,7 @@ def build_a_kernel_where_large_blocks_took_all() -> str:
     blocks: list[np.ndarray] = []
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (8 << 20), resource.RLIM_INFINITY))
     reserve = Reserve()
-    reserve.open()
+    reserve.hold(anew=True)
     for kib in (1024, 256, 64, 33):
         with suppress(MemoryError):
             while True:
@@ -276,6 +283,51 @@ def copy_without_room_for_a_thread(folder: str) -> list[bool]:
 
 def test_where_there_is_no_memory_for_a_thread_copies_are_made_without(run_child: RunChild, tmp_path: Path) -> None:
     assert all(run_child(copy_without_room_for_a_thread, str(tmp_path)))
+
+
+def start_a_thread_without_room() -> list[str]:
+    said = []
+    for mib in (4, 64):
+        limit = data_bytes() + (mib << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+        try:
+            said.append(run_on_new_thread(lambda: "it ran"))
+        except MemoryError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_thread_for_which_there_is_no_room_is_not_started(run_child: RunChild) -> None:
+    """Else glibc ends the process, or Python waits for it without end."""
+    no_room, room = run_child(start_a_thread_without_room)
+    assert no_room == "can't allocate memory for the stacks of threads"
+    assert room == "it ran"
+
+
+def free_tensors_under_a_profiler_where_the_heap_is_full() -> int:
+    arena = find_arena()
+    assert arena is not None
+    arena.open()
+    torch.autograd._enable_profiler_legacy(_memory_only())
+    tensors = [torch.empty(64 << 10, dtype=torch.uint8) for _ in range(4000)]
+    blocks: list[np.ndarray] = []
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (2 << 20), resource.RLIM_INFINITY))
+    for kib in (1024, 256, 64, 32):
+        with suppress(MemoryError):
+            while True:
+                blocks.append(np.empty(kib << 10, np.uint8))
+    while tensors:  # the profiler takes memory to note each
+        tensors.pop()
+    blocks.clear()
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    torch.autograd._disable_profiler_legacy()
+    return arena.used_bytes
+
+
+def test_tensors_die_where_a_profiler_finds_no_memory_to_note_it(run_child: RunChild) -> None:
+    if find_arena() is None:
+        pytest.skip("needs a C++ compiler")
+    assert run_child(free_tensors_under_a_profiler_where_the_heap_is_full) == 0
 
 
 # --- single ops that run out of memory ---
@@ -384,6 +436,80 @@ def test_where_there_is_no_memory_for_a_value_on_its_way_back_others_leave(monke
         ours = gradients(session, model)
         assert session.summary().oom_retries == 1
     assert asked > 1
+    assert all(map(torch.equal, ours, plain))
+
+
+def train_with_batch_norm(budget: str | None = None, steps: int = 3) -> list[torch.Tensor]:
+    """Parameters after some steps, and running statistics, which each forward pass writes over."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    session = None if budget is None else outgrow.Session(model, optimizer, budget=budget)
+    for _ in range(steps):
+        with nullcontext() if session is None else session.step():
+            model(torch.randn(32, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if session is not None:
+        session.close()
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def test_an_op_that_is_done_does_not_run_again_for_want_of_memory_to_tell_what_it_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = train_with_batch_norm()
+    really_stop, stops = torch.autograd._disable_profiler_legacy, 0
+
+    def stop_without_memory() -> Any:
+        nonlocal stops
+        stops += 1
+        really_stop()
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(torch.autograd, "_disable_profiler_legacy", stop_without_memory)
+    ours = train_with_batch_norm("1GiB")
+    assert stops > 10
+    assert all(map(torch.equal, ours, plain))
+
+
+def test_a_profiler_that_found_no_memory_to_start_is_not_left_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train_with_batch_norm()
+    really_start, starts = torch.autograd._enable_profiler_legacy, 0
+
+    def start_without_memory(config: Any) -> None:
+        nonlocal starts
+        assert not torch.autograd._profiler_enabled()
+        really_start(config)
+        starts += 1
+        if starts % 5 == 1:
+            raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(torch.autograd, "_enable_profiler_legacy", start_without_memory)
+    monkeypatch.setattr(Pool, "page_fault", lambda *_: None)  # there is room, really
+    ours = train_with_batch_norm("1GiB")
+    assert starts > 10
+    assert not torch.autograd._profiler_enabled()
+    assert all(map(torch.equal, ours, plain))
+
+
+def test_a_step_that_went_well_does_not_fail_for_want_of_memory_to_plan(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = train_with_batch_norm(steps=5)
+    really_plan, searches = Planner.plan, 0
+
+    def plan_with_memory_at_last(planner: Planner, problem: Problem) -> Plan:
+        nonlocal searches
+        searches += 1
+        if searches < 3:
+            raise MemoryError
+        return really_plan(planner, problem)
+
+    monkeypatch.setattr(Planner, "plan", plan_with_memory_at_last)
+    ours = train_with_batch_norm("1GiB", steps=5)
+    assert searches >= 3
+    assert "no memory to plan with" in caplog.text
     assert all(map(torch.equal, ours, plain))
 
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -363,14 +363,16 @@ class Session:
         is_known_well = outcome.followed and followed is not None and followed.steady
         if recorder is not None and not is_known_well:
             kinds = storage_kinds(self._ledger, self._models, self._optimizers)
-            self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
+            with self._where_memory_allows():
+                self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
         elif not outcome.followed:
             self._expected = self._known(outcome.packs) or followed
             if self._expected is followed:
                 self._watch_out()
         elif followed is not None:
             hardware = self._measured_hardware()
-            self._replans += self._planner.compare(followed, outcome, hardware, self._planned_budget)
+            with self._where_memory_allows():
+                self._replans += self._planner.compare(followed, outcome, hardware, self._planned_budget)
         if self._expected is not None:
             (self._known(outcome.packs) or self._expected).seen += 1
         if followed is not None and self._expected is not None and followed.seen > self._expected.seen:
@@ -378,6 +380,15 @@ class Session:
         self._summarise(followed, prediction, outcome)
 
     # --- learning ---
+
+    @contextmanager
+    def _where_memory_allows(self) -> Iterator[None]:
+        """A step that went well does not fail for want of memory to plan the next one."""
+        try:
+            yield
+        except MemoryError as error:
+            self._memory.relieve()
+            _LOG.warning("no memory to plan with, so plans stay as they are: %s", error)
 
     def _expect(self, plan: Plan) -> None:
         """A plan is there before the first step: it is followed at once, and trusted as far as its trace is."""

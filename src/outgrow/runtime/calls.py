@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,13 +13,12 @@ from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.pool import Pool
-from outgrow.runtime.reserve import Reserve
+from outgrow.runtime.threads import run_on_new_thread
 from outgrow.runtime.tiers.memory import DeviceMemory
+from outgrow.runtime.tiers.reserve import Reserve
 from outgrow.tracing.ops import OpFacts
 from outgrow.tracing.probe import measured_call
 
-# Addresses that the stack of a thread takes, and what glibc and Python set aside for it.
-_STACK_BYTES = 9 << 20
 # Libraries that try another algorithm, with other bits, where the first finds no workspace.
 _FALLS_BACK = ("convolution", "cudnn", "miopen", "rnn", "lstm", "gru")
 # What PyTorch says where cuDNN has no algorithm that gets its workspace (Conv_v8.cpp).
@@ -40,7 +37,6 @@ class Calls:
         self._pool = pool
         self._memory = memory
         self._convolutions = convolutions
-        self._reserve = Reserve() if device_type == "cpu" else None
         self._refusals = 0  # that the allocator made so far, without those that a search for an algorithm expects
 
     def begin(self) -> None:
@@ -64,10 +60,10 @@ class Calls:
             call = partial(self._call_searching, need, call)
         elif self._memory.is_counted and (not need.measured or any(name in facts.name for name in _FALLS_BACK)):
             call = partial(self._call_in_gate, need.likely_bytes, call)
-        self._keep_room(facts, need)
         # What it drew before memory ran out it must draw again.
         dice = Dice.before(args, kwargs) if facts.draws else None
         while True:
+            self._take_room(facts, need)
             try:
                 return call(func, args, kwargs)
             except (RuntimeError, MemoryError) as error:
@@ -83,18 +79,14 @@ class Calls:
             if dice is not None:
                 dice.put_back()
 
-    def _keep_room(self, facts: OpFacts, need: Need) -> None:
-        """See that libraries find memory on the CPU's heap; where there is none, evict (a page fault)."""
-        if self._reserve is None or facts.is_view:
-            return
-        take = self._reserve.check if need.measured else self._reserve.open
-        while True:
+    def _take_room(self, facts: OpFacts, need: Need) -> None:
+        """See that libraries find memory for themselves; where there is none, evict (a page fault)."""
+        while not facts.is_view:
             try:
-                take()
+                self._memory.reserve(anew=not need.measured)
                 break
             except MemoryError as error:
                 self._pool.page_fault(error, need.likely_bytes, facts.name)
-                take = self._reserve.open
 
     def _measured_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
         return measured_call(func, args, kwargs, self._device_type)
@@ -133,22 +125,15 @@ def _run_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 def _run_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
     """Run an op on a thread of its own, which may start more."""
-    # Where there is no room for their stacks, OpenMP ends the process; this raises an error that we can mend. Stacks
-    # are mapped: a hole in the heap, which a tensor might find, would be no proof.
-    try:
-        mmap.mmap(-1, _STACK_BYTES * torch.get_num_threads()).close()
-    except OSError as error:
-        raise MemoryError("can't allocate memory for the stacks of threads") from error
 
     def run() -> tuple[Any, int | None]:
         torch.get_num_threads()  # makes the new thread use as many as this one: kernels are built for a number
         reserve = Reserve()
-        reserve.open()
+        reserve.hold(anew=True)
         with torch._C._AutoDispatchBelowAutograd():  # as inside a dispatch mode
             return measured_call(func, args, kwargs)
 
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
+    return run_on_new_thread(run, torch.get_num_threads())
 
 
 def _spoils_thread(error: BaseException) -> bool:

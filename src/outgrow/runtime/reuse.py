@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +23,7 @@ from outgrow.errors import OutgrowError
 from outgrow.planning.plan import Plan
 from outgrow.planning.reuse import IN_PLACE_FORMS, InPlaceForm
 from outgrow.runtime.pool import Pool
+from outgrow.runtime.threads import run_on_new_thread
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger
 
@@ -80,10 +81,12 @@ def engine_alone() -> Mapping[tuple[str, str], frozenset[Holders]]:
     """What `holders_of` gives where only the autograd engine holds a gradient, by operator and backward node.
 
     The gradient is one of its own, or a view. How often C++ holds an argument depends on how an operator is called.
+
+    Raises:
+        MemoryError: the first time, where there is no room for a thread.
     """
     # On a thread of its own, which has none of the user's modes and hooks.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_calibrate).result()
+    return run_on_new_thread(_calibrate)
 
 
 def _calibrate() -> Mapping[tuple[str, str], frozenset[Holders]]:
@@ -156,8 +159,9 @@ class Reuser:
         self._ops: Mapping[int, str] = {}
         if plan is not None and plan.reuses and self._ledger.device_type == "cpu":
             ops = plan.problem.trace.ops
-            self._ops = {number: ops[number].name for number in plan.reuses if ops[number].name in IN_PLACE_FORMS}
-            engine_alone()  # the first time takes a moment, which is no part of the step
+            with suppress(MemoryError):  # then nothing is written over in this step
+                engine_alone()  # the first time takes a moment, which is no part of the step
+                self._ops = {number: ops[number].name for number in plan.reuses if ops[number].name in IN_PLACE_FORMS}
 
     def expects(self, number: int) -> bool:
         """Whether op `number` of the plan adds no memory of its own."""

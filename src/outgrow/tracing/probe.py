@@ -22,11 +22,17 @@ def measured_call(
     """
     if _profiler._profiler_enabled():
         return func(*args, **kwargs), None
-    _profiler._enable_profiler_legacy(_memory_only())
     try:
+        _profiler._enable_profiler_legacy(_memory_only())
         result = func(*args, **kwargs)
-    finally:
+    except BaseException:
+        if _profiler._profiler_enabled():  # else there was no memory for it
+            _profiler._disable_profiler_legacy()
+        raise
+    try:
         threads = _profiler._disable_profiler_legacy()
+    except MemoryError:  # the op is done, and must not be run again for what was seen of it
+        return result, None
     level = worst = 0
     for events in threads:
         for event in events:

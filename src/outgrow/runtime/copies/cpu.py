@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from outgrow.runtime.copies.copy import Copy
+from outgrow.runtime.threads import find_room_for_threads
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.place import Place
 
@@ -95,8 +96,9 @@ class Lane:
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         usual = threading.stack_size(_STACK_BYTES)
         try:
+            find_room_for_threads(_STACK_BYTES)
             thread.start()
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             return False
         finally:
             threading.stack_size(usual)

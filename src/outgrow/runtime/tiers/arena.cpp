@@ -123,26 +123,32 @@ c10::DataPtr Arena::allocate(size_t n) {
         take(start, size);
         lock.unlock();
         char* const block = begin_ + start;
+        c10::DataPtr owner{block, block, &Arena::release, c10::Device(c10::DeviceType::CPU)};
         c10::profiledCPUMemoryReporter().New(block, n);
-        return {block, block, &Arena::release, c10::Device(c10::DeviceType::CPU)};
+        return owner;
       }
     }
   }
   return base_->allocate(n);
 }
 
+// Called by destructors, which may not throw. Where there is no memory to tell a profiler or to note that there is a
+// gap, that is not done, and the process lives.
 void Arena::release(void* pointer) {
   char* const block = static_cast<char*>(pointer);
-  if (block < arena->begin_ || block >= arena->begin_ + arena->nbytes_) {
-    arena->base_->raw_deleter()(pointer);
-    return;
+  const bool is_ours = block >= arena->begin_ && block < arena->begin_ + arena->nbytes_;
+  try {
+    if (is_ours)
+      c10::profiledCPUMemoryReporter().Delete(pointer);
+    else
+      arena->base_->raw_deleter()(pointer);
+  } catch (const std::bad_alloc&) {
   }
-  c10::profiledCPUMemoryReporter().Delete(pointer);
+  if (!is_ours) return;
   std::lock_guard<std::mutex> lock(arena->mutex_);
   try {
     arena->free(block - arena->begin_);
   } catch (const std::bad_alloc&) {
-    // No memory to note that there is a gap: it is lost, and the process lives.
   }
 }
 

@@ -75,6 +75,9 @@ class CudaMemory:
         before, self._refused = self._refused, self._count_refusals()
         return self._refused - before
 
+    def reserve(self, *, anew: bool) -> None:
+        """Nothing to do: what libraries take for themselves on a GPU is refused with an error."""
+
     def relieve(self) -> None:
         """The allocator refused memory: give all free blocks back to the device."""
         torch.cuda.empty_cache()

@@ -34,6 +34,13 @@ class DeviceMemory(Protocol):
     def make_room(self, nbytes: int) -> None:
         """An op is about to add `nbytes`: see that the allocator finds them within its bounds."""
 
+    def reserve(self, *, anew: bool) -> None:
+        """An op is about to run, one that was never seen if `anew`: see that libraries find memory for themselves.
+
+        Raises:
+            MemoryError: there is none.
+        """
+
     def relieve(self) -> None:
         """The allocator refused memory: give back all that it holds and nobody uses."""
 

@@ -8,6 +8,7 @@ import torch
 
 from outgrow.runtime.tiers.arena import Arena, find_arena
 from outgrow.runtime.tiers.heap import Heap, address_space_is_limited
+from outgrow.runtime.tiers.reserve import Reserve
 from outgrow.runtime.tiers.resident import ResidentSet
 
 
@@ -22,6 +23,7 @@ class Ram:
         """`base_bytes` is what the process holds besides tensors."""
         self._limit = base_bytes + int(budget_bytes * (1 + self._SLACK_SHARE)) + self._SLACK_BYTES
         self._resident = ResidentSet()
+        self._reserve = Reserve()
         arena = None if address_space_is_limited() else find_arena()
         self._memory: Arena | Heap = arena or Heap()
         self._heap = self._memory if isinstance(self._memory, Heap) else None
@@ -52,12 +54,21 @@ class Ram:
         """Memory for a value that comes back."""
         return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
+    def reserve(self, *, anew: bool) -> None:
+        """See that libraries find memory on the heap, for an op that was never seen if `anew`.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        self._reserve.hold(anew=anew)
+
     def relieve(self) -> None:
-        """An allocator was refused memory: give all free pages back.
+        """An allocator was refused memory: give all free pages back, and the reserve to whoever mends it.
 
         From now on what the arena has no room for comes from the system block by block, and goes back there: where
         addresses are counted, holes cost as much as memory in use.
         """
+        self._reserve.let_go()
         if isinstance(self._memory, Arena):
             self._memory.give_back()
         if self._heap is None:
@@ -67,6 +78,7 @@ class Ram:
 
     def close(self) -> None:
         """Give free pages back, and leave memory to PyTorch's and glibc's usual ways."""
+        self._reserve.let_go()
         self._memory.close()
         if self._heap is not None:
             self._heap.close()

@@ -1,8 +1,9 @@
-"""Room on the heap of the CPU for what libraries allocate beside tensors.
+"""Room on the CPU's heap beside tensors: what libraries take for themselves, and what mends a shortage.
 
 oneDNN does not look whether it got the memory for the description of a kernel: where it got none, the process ends
 by a signal (seen by refusing it one block after the other, with PyTorch 2.13's oneDNN 3.12, for convolutions, GELU
-and LSTMs). So there is room before an op runs, or a page fault that makes it.
+and LSTMs). Sending values away takes some memory as well. So there is room before an op runs, and it is let go of
+when memory has run out.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ _CODE_BYTES = 320 << 10
 
 
 class Reserve:
-    """Holes in the heap that large blocks cannot take, and that stay as long as this object lives.
+    """Holes in the heap that large blocks cannot take, held open by small ones between them.
 
-    Both methods belong to the thread that runs the op: glibc gives threads heaps of their own.
+    It belongs to the thread that runs the ops: glibc gives threads heaps of their own.
     """
 
     def __init__(self) -> None:
         self._walls: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
 
-    def open(self) -> None:
-        """Make the holes anew, before an op that was never seen and may build kernels: 0.3 milliseconds.
+    def hold(self, *, anew: bool) -> None:
+        """Before an op: make the holes `anew` where it was never seen and may build kernels, in 0.3 milliseconds.
+
+        Before others, and if the holes are there, only see that the heap is not full: less than a microsecond.
 
         Raises:
-            MemoryError: there is no room for them.
+            MemoryError: there is no room.
         """
+        if self._walls and not anew:
+            _allocate(_CODE_BYTES)
+            return
         self._walls.clear()
         blocks = [_allocate(_HOLE_BYTES) for _ in range(2 * _HOLES)]
         self._walls = blocks[::2]  # every second one goes; those that stay keep the holes apart
 
-    @staticmethod
-    def check() -> None:
-        """See that the heap is not full, before an op that has run before: less than a microsecond.
-
-        Raises:
-            MemoryError: it is.
-        """
-        _allocate(_CODE_BYTES)
+    def let_go(self) -> None:
+        """The room is wanted now."""
+        self._walls.clear()
 
 
 def _allocate(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
