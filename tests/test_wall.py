@@ -23,10 +23,8 @@ from outgrow.planning.problem import Problem
 from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.threads import run_on_new_thread
-from outgrow.runtime.tiers.arena import find_arena
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.reserve import Reserve
-from outgrow.tracing.probe import _memory_only
 from steps import digest
 
 STEPS = 4
@@ -302,32 +300,6 @@ def test_a_thread_for_which_there_is_no_room_is_not_started(run_child: RunChild)
     no_room, room = run_child(start_a_thread_without_room)
     assert no_room == "can't allocate memory for the stacks of threads"
     assert room == "it ran"
-
-
-def free_tensors_under_a_profiler_where_the_heap_is_full() -> int:
-    arena = find_arena()
-    assert arena is not None
-    arena.open()
-    torch.autograd._enable_profiler_legacy(_memory_only())
-    tensors = [torch.empty(64 << 10, dtype=torch.uint8) for _ in range(4000)]
-    blocks: list[np.ndarray] = []
-    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (2 << 20), resource.RLIM_INFINITY))
-    for kib in (1024, 256, 64, 32):
-        with suppress(MemoryError):
-            while True:
-                blocks.append(np.empty(kib << 10, np.uint8))
-    while tensors:  # the profiler takes memory to note each
-        tensors.pop()
-    blocks.clear()
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    torch.autograd._disable_profiler_legacy()
-    return arena.used_bytes
-
-
-def test_tensors_die_where_a_profiler_finds_no_memory_to_note_it(run_child: RunChild) -> None:
-    if find_arena() is None:
-        pytest.skip("needs a C++ compiler")
-    assert run_child(free_tensors_under_a_profiler_where_the_heap_is_full) == 0
 
 
 # --- single ops that run out of memory ---
