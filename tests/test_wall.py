@@ -20,11 +20,13 @@ from conftest import RunChild
 from outgrow.learning import Planner
 from outgrow.planning.plan import Plan
 from outgrow.planning.problem import Problem
+from outgrow.runtime.care import OpNeeds
 from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.threads import run_on_new_thread
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.reserve import Reserve
+from outgrow.tracing.ops import facts_of
 from steps import digest
 
 STEPS = 4
@@ -463,6 +465,16 @@ def test_a_profiler_that_found_no_memory_to_start_is_not_left_on(monkeypatch: py
     assert starts > 10
     assert not torch.autograd._profiler_enabled()
     assert all(map(torch.equal, ours, plain))
+
+
+def test_an_op_whose_need_depends_on_data_counts_as_seen_once_it_ran() -> None:
+    func, needs = torch.ops.aten.nonzero.default, OpNeeds()
+    signature, need = needs.before(func, facts_of(func), (torch.ones(4),), {})
+    assert not need.seen
+    needs.measured(signature, 64)
+    _, need = needs.before(func, facts_of(func), (torch.ones(4),), {})
+    assert need.seen
+    assert not need.measured
 
 
 def test_a_step_that_went_well_does_not_fail_for_want_of_memory_to_plan(

@@ -360,7 +360,7 @@ def test_what_a_search_takes_is_not_what_the_algorithm_takes() -> None:
     needs.measured(signature, 100 << 20)
     assert needs.before(func, facts_of(func), call, {})[1] == guess
     needs.measured(signature, 1 << 20)
-    assert needs.before(func, facts_of(func), call, {})[1] == Need(1 << 20, 1 << 20, measured=True)
+    assert needs.before(func, facts_of(func), call, {})[1] == Need(1 << 20, 1 << 20, measured=True, seen=True)
     relu = torch.ops.aten.relu.default
     signature, _ = needs.before(relu, facts_of(relu), (x,), {})
     needs.measured(signature, 768)

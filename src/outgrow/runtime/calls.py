@@ -83,7 +83,7 @@ class Calls:
         """See that libraries find memory for themselves; where there is none, evict (a page fault)."""
         while not facts.is_view:
             try:
-                self._memory.reserve(anew=not need.measured)
+                self._memory.reserve(anew=not need.seen)
                 break
             except MemoryError as error:
                 self._pool.page_fault(error, need.likely_bytes, facts.name)

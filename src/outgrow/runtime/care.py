@@ -21,8 +21,8 @@ class Need:
     """Bytes that an op adds at its worst moment.
 
     `certain_bytes` are its outputs at least; `likely_bytes` has the workspace too, measured or guessed. Where output
-    sizes depend on data, `likely_bytes` is the most so far and never counts as measured. `is_open` is what takes a
-    workspace only of what is free, another one each time.
+    sizes depend on data, `likely_bytes` is the most so far and never counts as measured, although such an op was
+    `seen` to run. `is_open` is what takes a workspace only of what is free, another one each time.
     """
 
     certain_bytes: int
@@ -30,10 +30,11 @@ class Need:
     measured: bool
     depends_on_data: bool = False
     is_open: bool = False
+    seen: bool = False
 
 
 # What views and ops that write over their input add.
-NOTHING = Need(0, 0, measured=True)
+NOTHING = Need(0, 0, measured=True, seen=True)
 # What cuBLAS and cuDNN take at first sight, beside what grows with the operands; their ops are these.
 _LIBRARY_BYTES = 128 << 20
 _OF_LIBRARIES = ("aten.convolution", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._cudnn", "aten.cudnn")
@@ -89,9 +90,9 @@ class OpNeeds:
             return
         if known is not None and known.depends_on_data:
             most = max(known.likely_bytes, rise_bytes)
-            self._needs[signature] = Need(0, most, measured=False, depends_on_data=True)
+            self._needs[signature] = Need(0, most, measured=False, depends_on_data=True, seen=True)
         elif signature is not None:
-            self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True)
+            self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True, seen=True)
 
 
 def _is_convolution(signature: Hashable) -> bool:

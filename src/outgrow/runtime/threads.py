@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 _T = TypeVar("_T")
 
-# Addresses that the stack of a thread takes.
-_STACK_BYTES = 8 << 20
+# The usual 8 MiB are taken from the address space at once, which counts where that is limited, and glibc keeps them.
+_STACK_BYTES = 2 << 20
+# The stack of one that OpenMP starts.
+_OPENMP_STACK_BYTES = 8 << 20
 # What glibc, Python and libraries set aside for a thread when it first runs their code, and much more: others take
 # memory meanwhile.
 _BESIDE_BYTES = 8 << 20
 
 
-def find_room_for_threads(stack_bytes: int) -> None:
-    """See that threads can start whose stacks take so many bytes together.
+@contextmanager
+def stacks_of(nbytes: int, others_bytes: int = 0) -> Iterator[None]:
+    """Threads that start inside have stacks of `nbytes`, and there is room for one, and for `others_bytes`.
 
     Where one starts that finds no memory, glibc or OpenMP may end the process, or Python may wait for it without end.
 
@@ -25,9 +30,14 @@ def find_room_for_threads(stack_bytes: int) -> None:
         MemoryError: there is no room.
     """
     try:  # as stacks are mapped: a hole in the heap would be no proof, and shared memory is not counted as theirs is
-        mmap.mmap(-1, stack_bytes + _BESIDE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        mmap.mmap(-1, nbytes + others_bytes + _BESIDE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError as error:
         raise MemoryError("can't allocate memory for the stacks of threads") from error
+    usual = threading.stack_size(nbytes)
+    try:
+        yield
+    finally:
+        threading.stack_size(usual)
 
 
 def run_on_new_thread(work: Callable[[], _T], threads: int = 1) -> _T:
@@ -37,6 +47,7 @@ def run_on_new_thread(work: Callable[[], _T], threads: int = 1) -> _T:
         MemoryError: there is no room for their stacks.
         BaseException: what `work` raises.
     """
-    find_room_for_threads(_STACK_BYTES * threads)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work).result()
+    with ThreadPoolExecutor(1) as executor:
+        with stacks_of(_STACK_BYTES, (threads - 1) * _OPENMP_STACK_BYTES):
+            running = executor.submit(work)
+        return running.result()

@@ -12,11 +12,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from outgrow.runtime.copies.copy import Copy
-from outgrow.runtime.threads import find_room_for_threads
+from outgrow.runtime.threads import stacks_of
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.place import Place
 
-# The usual 8 MiB are taken from the address space at once, which counts where that is limited.
+# A copy needs little.
 _STACK_BYTES = 512 << 10
 # Fewer bytes than these say nothing of a lane's speed.
 _WORTH_MEASURING = 8 << 20
@@ -94,14 +94,11 @@ class Lane:
     def _start(self) -> bool:
         """Start the thread; False where the system has no memory for one, which is when copies matter most."""
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-        usual = threading.stack_size(_STACK_BYTES)
         try:
-            find_room_for_threads(_STACK_BYTES)
-            thread.start()
+            with stacks_of(_STACK_BYTES):
+                thread.start()
         except (RuntimeError, MemoryError):
             return False
-        finally:
-            threading.stack_size(usual)
         self._thread = thread
         return True
 
