@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import resource
 import threading
+import weakref
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -175,32 +178,6 @@ class Crowd(nn.Module):
         return x
 
 
-def train_in_a_crowd(slack: int | None) -> dict[str, Any]:
-    """Train on small images, then on large ones, for which kernels are built when the heap has no room left."""
-    warm_up()
-    torch.manual_seed(0)
-    crowd = Crowd()
-    model = nn.Sequential(*network(6)[:12], crowd, *network(6)[12:])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    session = None if slack is None else outgrow.Session(model, optimizer, budget=1 << 40)
-    train(model, optimizer, 48, session)
-    if slack is not None:
-        crowd.comes = True
-        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + slack, resource.RLIM_INFINITY))
-    found = {"error": "", **train(model, optimizer, 96, session)}
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    if session is not None:
-        session.close()
-    return found
-
-
-def test_kernels_are_built_where_the_heap_has_no_room_left(run_child: RunChild) -> None:
-    alone = run_child(train_in_a_crowd, None)
-    found = run_child(train_in_a_crowd, 60 << 20)
-    assert_same(found, alone)
-    assert found["faults"][0] > 0
-
-
 def build_a_kernel_where_large_blocks_took_all() -> str:
     warm_up()
     x, weight = torch.ones(4, 5, 9, 9), torch.ones(7, 5, 3, 3)
@@ -226,15 +203,20 @@ def test_the_reserve_stays_for_small_blocks_where_large_ones_took_all(run_child:
     assert run_child(build_a_kernel_where_large_blocks_took_all) == "could not create a primitive"
 
 
-def train_towards_the_wall(slack: int | None, folder: str) -> dict[str, Any]:
-    """Train on small images, then on large ones; in between `slack` more bytes become all that there are."""
+def train_towards_the_wall(slack: int | None, folder: str, crowded: bool = False) -> dict[str, Any]:
+    """Train on small images, then on large ones; in between `slack` more bytes become all that there are.
+
+    In a crowd these are gone when kernels are built for the deeper layers on large images.
+    """
     warm_up()
     torch.manual_seed(0)
-    model = network(6)
+    layers, crowd = network(6), Crowd()
+    model = nn.Sequential(*layers[:12], crowd, *layers[12:])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     session = None if slack is None else outgrow.Session(model, optimizer, budget=1 << 40, spill_dir=folder)
     train(model, optimizer, 48, session)
     if slack is not None:
+        crowd.comes = crowded
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + slack, resource.RLIM_INFINITY))
     found = {"error": "", **train(model, optimizer, 96, session)}
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -243,12 +225,24 @@ def train_towards_the_wall(slack: int | None, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def towards(run_child: RunChild, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_child(train_towards_the_wall, None, str(tmp_path_factory.mktemp("spill")))
+
+
 def test_a_wall_that_comes_up_in_a_session_is_met_by_page_faults(
-    run_child: RunChild, plain: dict[str, Any], tmp_path: Path
+    run_child: RunChild, plain: dict[str, Any], towards: dict[str, Any], tmp_path: Path
 ) -> None:
-    alone = run_child(train_towards_the_wall, None, str(tmp_path))
     found = run_child(train_towards_the_wall, plain["peak"] * 4 // 10, str(tmp_path))
-    assert_same(found, alone)
+    assert_same(found, towards)
+    assert found["faults"][0] > 0
+
+
+def test_kernels_are_built_where_the_heap_has_no_room_left(
+    run_child: RunChild, towards: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run_child(train_towards_the_wall, 60 << 20, str(tmp_path), True)
+    assert_same(found, towards)
     assert found["faults"][0] > 0
 
 
@@ -302,6 +296,22 @@ def test_a_thread_for_which_there_is_no_room_is_not_started(run_child: RunChild)
     no_room, room = run_child(start_a_thread_without_room)
     assert no_room == "can't allocate memory for the stacks of threads"
     assert room == "it ran"
+
+
+def test_an_error_of_a_new_thread_does_not_hold_what_its_work_had() -> None:
+    def fail(values: list[torch.Tensor]) -> None:
+        raise RuntimeError("could not create a primitive")
+
+    value = torch.ones(3)
+    seen = weakref.ref(value)
+    gc.disable()  # it must go now: memory is short
+    try:
+        with suppress(RuntimeError):
+            run_on_new_thread(partial(fail, [value]))
+        del value
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 # --- single ops that run out of memory ---
@@ -429,8 +439,18 @@ def train_with_batch_norm(budget: str | None = None, steps: int = 3) -> list[tor
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 
+class NoMemoryToRead:
+    """What a profiler saw, and Python has no room for."""
+
+    def kind(self) -> str:
+        raise MemoryError
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("std::bad_alloc"), RuntimeError("Could not allocate list object!"), None]
+)
 def test_an_op_that_is_done_does_not_run_again_for_want_of_memory_to_tell_what_it_held(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     plain = train_with_batch_norm()
     really_stop, stops = torch.autograd._disable_profiler_legacy, 0
@@ -439,7 +459,9 @@ def test_an_op_that_is_done_does_not_run_again_for_want_of_memory_to_tell_what_i
         nonlocal stops
         stops += 1
         really_stop()
-        raise MemoryError("std::bad_alloc")
+        if error is not None:
+            raise error
+        return [[NoMemoryToRead()]]
 
     monkeypatch.setattr(torch.autograd, "_disable_profiler_legacy", stop_without_memory)
     ours = train_with_batch_norm("1GiB")
@@ -471,14 +493,17 @@ def test_an_op_whose_need_depends_on_data_counts_as_seen_once_it_ran() -> None:
     func, needs = torch.ops.aten.nonzero.default, OpNeeds()
     signature, need = needs.before(func, facts_of(func), (torch.ones(4),), {})
     assert not need.seen
+    needs.ran(signature)
+    assert needs.before(func, facts_of(func), (torch.ones(4),), {})[1].seen
     needs.measured(signature, 64)
     _, need = needs.before(func, facts_of(func), (torch.ones(4),), {})
     assert need.seen
     assert not need.measured
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("std::bad_alloc")], ids=repr)
 def test_a_step_that_went_well_does_not_fail_for_want_of_memory_to_plan(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     plain = train_with_batch_norm(steps=5)
     really_plan, searches = Planner.plan, 0
@@ -487,7 +512,7 @@ def test_a_step_that_went_well_does_not_fail_for_want_of_memory_to_plan(
         nonlocal searches
         searches += 1
         if searches < 3:
-            raise MemoryError
+            raise error
         return really_plan(planner, problem)
 
     monkeypatch.setattr(Planner, "plan", plan_with_memory_at_last)

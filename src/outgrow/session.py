@@ -370,8 +370,8 @@ class Session:
             if self._expected is followed:
                 self._watch_out()
         elif followed is not None:
-            hardware = self._measured_hardware()
             with self._where_memory_allows():
+                hardware = self._measured_hardware()
                 self._replans += self._planner.compare(followed, outcome, hardware, self._planned_budget)
         if self._expected is not None:
             (self._known(outcome.packs) or self._expected).seen += 1
@@ -386,7 +386,9 @@ class Session:
         """A step that went well does not fail for want of memory to plan the next one."""
         try:
             yield
-        except MemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             self._memory.relieve()
             _LOG.warning("no memory to plan with, so plans stay as they are: %s", error)
 

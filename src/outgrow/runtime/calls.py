@@ -81,7 +81,9 @@ class Calls:
 
     def _take_room(self, facts: OpFacts, need: Need) -> None:
         """See that libraries find memory for themselves; where there is none, evict (a page fault)."""
-        while not facts.is_view:
+        if facts.is_view:
+            return
+        while True:
             try:
                 self._memory.reserve(anew=not need.seen)
                 break

@@ -7,7 +7,7 @@ without data (on the meta device), and its workspace is guessed on the high side
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -79,6 +79,12 @@ class OpNeeds:
                 need = Need(need.certain_bytes, need.certain_bytes, measured=False, is_open=True)
             self._needs[signature] = need
         return signature, need
+
+    def ran(self, signature: Hashable) -> None:
+        """A call has run, and nobody could tell what it needed."""
+        known = self._needs.get(signature)
+        if known is not None and not known.seen:
+            self._needs[signature] = replace(known, seen=True)
 
     def measured(self, signature: Hashable, rise_bytes: int) -> None:
         """Remember what a call was seen to need."""

@@ -361,6 +361,8 @@ class Executor:
     def _rise_of(self, signature: Hashable, need: Need, measured: int | None) -> int:
         """How far an op that has run lifted live bytes; remembered where it was measured."""
         if measured is None:
+            if not need.seen:
+                self._needs.ran(signature)
             self._blind = self._blind or not need.measured
             return need.likely_bytes
         self._needs.measured(signature, measured)

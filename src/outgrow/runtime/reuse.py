@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Hashable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outgrow.errors import OutgrowError
 from outgrow.planning.plan import Plan
 from outgrow.planning.reuse import IN_PLACE_FORMS, InPlaceForm
+from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.threads import run_on_new_thread
 from outgrow.tracing.ir import Kind
@@ -83,10 +83,21 @@ def engine_alone() -> Mapping[tuple[str, str], frozenset[Holders]]:
     The gradient is one of its own, or a view. How often C++ holds an argument depends on how an operator is called.
 
     Raises:
-        MemoryError: the first time, where there is no room for a thread.
+        MemoryError, RuntimeError: there is no memory for a thread or its work, where this was not known before.
     """
     # On a thread of its own, which has none of the user's modes and hooks.
     return run_on_new_thread(_calibrate)
+
+
+def _is_calibrated() -> bool:
+    """Whether `engine_alone` is known; it is found out the first time, in a moment that is no part of a step."""
+    try:
+        engine_alone()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def _calibrate() -> Mapping[tuple[str, str], frozenset[Holders]]:
@@ -159,8 +170,7 @@ class Reuser:
         self._ops: Mapping[int, str] = {}
         if plan is not None and plan.reuses and self._ledger.device_type == "cpu":
             ops = plan.problem.trace.ops
-            with suppress(MemoryError):  # then nothing is written over in this step
-                engine_alone()  # the first time takes a moment, which is no part of the step
+            if _is_calibrated():
                 self._ops = {number: ops[number].name for number in plan.reuses if ops[number].name in IN_PLACE_FORMS}
 
     def expects(self, number: int) -> bool:

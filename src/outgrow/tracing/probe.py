@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,20 +27,24 @@ def measured_call(
         _profiler._enable_profiler_legacy(_memory_only())
         result = func(*args, **kwargs)
     except BaseException:
-        if _profiler._profiler_enabled():  # else there was no memory for it
-            _profiler._disable_profiler_legacy()
+        with suppress(MemoryError, RuntimeError):  # it is switched off all the same, and the first error counts
+            if _profiler._profiler_enabled():  # else there was no memory for it
+                _profiler._disable_profiler_legacy()
         raise
     try:
-        threads = _profiler._disable_profiler_legacy()
-    except MemoryError:  # the op is done, and must not be run again for what was seen of it
+        return result, _worst_rise(_profiler._disable_profiler_legacy(), device_type)
+    except (MemoryError, RuntimeError):  # the op is done, and must not be run again for what was seen of it
         return result, None
+
+
+def _worst_rise(threads: Any, device_type: str) -> int:
     level = worst = 0
     for events in threads:
         for event in events:
             if event.kind() == "memory_alloc":
                 level += event.cuda_memory_usage() if device_type == "cuda" else event.cpu_memory_usage()
                 worst = max(worst, level)
-    return result, worst
+    return worst
 
 
 def _memory_only() -> Any:

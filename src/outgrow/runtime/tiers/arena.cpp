@@ -133,7 +133,7 @@ c10::DataPtr Arena::allocate(size_t n) {
 }
 
 // Called by destructors, which may not throw. Where there is no memory to tell a profiler or to note that there is a
-// gap, that is not done, and the process lives.
+// gap, that is not done (a small block is lost then, as PyTorch tells the profiler first), and the process lives.
 void Arena::release(void* pointer) {
   char* const block = static_cast<char*>(pointer);
   const bool is_ours = block >= arena->begin_ && block < arena->begin_ + arena->nbytes_;

@@ -32,7 +32,8 @@ class Reserve:
     def hold(self, *, anew: bool) -> None:
         """Before an op: make the holes `anew` where it was never seen and may build kernels, in 0.3 milliseconds.
 
-        Before others, and if the holes are there, only see that the heap is not full: less than a microsecond.
+        Before others, and if the holes are there, only see that the heap is not full: a microsecond, or a few where
+        large blocks come from the system one by one.
 
         Raises:
             MemoryError: there is no room.
