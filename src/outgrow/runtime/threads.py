@@ -48,14 +48,12 @@ def run_on_new_thread(work: Callable[[], _T], threads: int = 1) -> _T:
 
     Raises:
         MemoryError: there is no room for their stacks.
+        RuntimeError: the system has no more threads.
         BaseException: what `work` raises.
     """
     with ThreadPoolExecutor(1) as executor:
         with stacks_of(_STACK_BYTES, (threads - 1) * _OPENMP_STACK_BYTES):
-            try:
-                running = executor.submit(work)
-            except RuntimeError as error:  # the system has no more threads
-                raise MemoryError(str(error)) from error
+            running = executor.submit(work)
         try:
             return running.result()
         finally:

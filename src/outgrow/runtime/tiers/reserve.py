@@ -21,7 +21,7 @@ _CODE_BYTES = 320 << 10
 
 
 class Reserve:
-    """Holes in the heap that large blocks cannot take, held open by small ones between them.
+    """Holes in the heap that large blocks cannot take, kept apart by walls: blocks that nobody uses.
 
     It belongs to the thread that runs the ops: glibc gives threads heaps of their own.
     """
