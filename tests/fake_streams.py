@@ -225,6 +225,9 @@ class FakeDevice:
     def make_room(self, nbytes: int) -> None:
         pass
 
+    def leave(self, nbytes: int) -> None:
+        pass
+
     def reserve(self, *, anew: bool) -> None:
         pass
 

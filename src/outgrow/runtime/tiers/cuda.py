@@ -49,6 +49,9 @@ class CudaMemory:
     def make_room(self, nbytes: int) -> None:
         """Nothing to do: the allocator gives free blocks back to the device before it refuses memory."""
 
+    def leave(self, nbytes: int) -> None:
+        """Nothing to do: what is beside tensors lies on the host."""
+
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory for a value that comes back, on the stream that is current: the computation's."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
