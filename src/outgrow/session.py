@@ -63,8 +63,6 @@ _MOST_KINDS = 32
 # What an allocator that is counted may have given out more than in the step before, as a share of the budget: blocks
 # are rounded up, and which ones were free is not the same twice.
 _JITTER_SHARE = 64
-# What planning takes for its linear programs beside tensors: 145 MB were seen for the 49,319 ops of a ResNet-2504.
-_PLANNING_BYTES_PER_OP = 4 << 10
 # Summaries that are remembered: of a long training the last ones are what is looked at.
 _MOST_SUMMARIES = 1000
 
@@ -148,7 +146,6 @@ class Session:
         self.budget_bytes = parse_bytes(budget, total_bytes=memory_of(self._device))
         refuse_foreign_plan(plan, self.budget_bytes, self._device)
         self._policy = find(policy) if isinstance(policy, str) else policy
-        self._planner = Planner(self._policy)
         self._refuse_second_session()
         self._ledger = Ledger(self._device.type, self._device.index)
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
@@ -164,6 +161,7 @@ class Session:
             self._spill.close()
             raise
         self._copies, self._memory = backend.copies, backend.memory
+        self._planner = Planner(self._policy, self._memory.leave)
         self._pool = Pool(
             self._ledger,
             self.budget_bytes,
@@ -365,14 +363,14 @@ class Session:
         is_known_well = outcome.followed and followed is not None and followed.steady
         if recorder is not None and not is_known_well:
             kinds = storage_kinds(self._ledger, self._models, self._optimizers)
-            with self._where_memory_allows(recorder.now):
+            with self._where_memory_allows():
                 self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
         elif not outcome.followed:
             self._expected = self._known(outcome.packs) or followed
             if self._expected is followed:
                 self._watch_out()
         elif followed is not None:
-            with self._where_memory_allows(len(followed.plan.problem.trace.ops)):
+            with self._where_memory_allows():
                 hardware = self._measured_hardware()
                 self._replans += self._planner.compare(followed, outcome, hardware, self._planned_budget)
         if self._expected is not None:
@@ -384,9 +382,8 @@ class Session:
     # --- learning ---
 
     @contextmanager
-    def _where_memory_allows(self, ops: int) -> Iterator[None]:
-        """A step that went well does not fail for want of memory to plan the next one, of so many ops."""
-        self._memory.leave(ops * _PLANNING_BYTES_PER_OP)
+    def _where_memory_allows(self) -> Iterator[None]:
+        """A step that went well does not fail for want of memory to plan the next one."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
