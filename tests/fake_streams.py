@@ -225,7 +225,7 @@ class FakeDevice:
     def make_room(self, nbytes: int) -> None:
         pass
 
-    def leave(self, nbytes: int) -> None:
+    def make_room_beside(self, nbytes: int) -> None:
         pass
 
     def reserve(self, *, anew: bool) -> None:

@@ -92,10 +92,10 @@ class Planner:
     # What planning takes for its linear programs: 145 MB were seen for the 49,319 ops of a ResNet-2504.
     _BYTES_PER_OP = 4 << 10
 
-    def __init__(self, policy: Policy, leave: Callable[[int], None] | None = None) -> None:
-        """`leave` is told before a plan is made how many bytes that will take: a session has none to spare."""
+    def __init__(self, policy: Policy, make_room: Callable[[int], None] | None = None) -> None:
+        """`make_room` is told before a plan is made how many bytes that will take: a session has none to spare."""
         self._policy = policy
-        self._leave = leave
+        self._make_room = make_room
 
     def plan(self, problem: Problem) -> Plan:
         """A plan that leaves the allocator some room, where that costs little.
@@ -103,8 +103,8 @@ class Planner:
         An allocator finds free blocks of the right size the more often the less full it is; where it does not, pages
         are given back and taken anew, which costs more than the copies of a few more values.
         """
-        if self._leave is not None:
-            self._leave(len(problem.trace.ops) * self._BYTES_PER_OP)
+        if self._make_room is not None:
+            self._make_room(len(problem.trace.ops) * self._BYTES_PER_OP)
         plan = self._best(problem)
         return plan if problem.on_cpu else with_releases(plan)
 

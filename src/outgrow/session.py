@@ -161,7 +161,7 @@ class Session:
             self._spill.close()
             raise
         self._copies, self._memory = backend.copies, backend.memory
-        self._planner = Planner(self._policy, self._memory.leave)
+        self._planner = Planner(self._policy, self._memory.make_room_beside)
         self._pool = Pool(
             self._ledger,
             self.budget_bytes,

@@ -49,7 +49,7 @@ class CudaMemory:
     def make_room(self, nbytes: int) -> None:
         """Nothing to do: the allocator gives free blocks back to the device before it refuses memory."""
 
-    def leave(self, nbytes: int) -> None:
+    def make_room_beside(self, nbytes: int) -> None:
         """Nothing to do: what is beside tensors lies on the host."""
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:

@@ -34,7 +34,7 @@ class DeviceMemory(Protocol):
     def make_room(self, nbytes: int) -> None:
         """An op is about to add `nbytes`: see that the allocator finds them within its bounds."""
 
-    def leave(self, nbytes: int) -> None:
+    def make_room_beside(self, nbytes: int) -> None:
         """So many bytes are about to be taken beside tensors, by planning: see that the bounds hold all the same."""
 
     def reserve(self, *, anew: bool) -> None:

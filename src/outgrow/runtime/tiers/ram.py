@@ -15,7 +15,7 @@ from outgrow.runtime.tiers.resident import ResidentSet
 class Ram:
     """Keeps the resident set within base and budget, while tensors come and go."""
 
-    # What the arena stays below that, as a share of the budget: small blocks and Python grow between two looks.
+    # The arena stays below that by this part of the budget: small blocks and Python grow between two looks.
     _MARGIN_SHARE = 64
     # What it may be over that where there is no arena: each time glibc gives pages back it gives all of them.
     _HEAP_SLACK_SHARE = 0.05
@@ -23,14 +23,15 @@ class Ram:
 
     def __init__(self, base_bytes: int, budget_bytes: int) -> None:
         """`base_bytes` is what the process holds besides tensors."""
-        self._limit = base_bytes + budget_bytes - budget_bytes // self._MARGIN_SHARE
         self._resident = ResidentSet()
         self._reserve = Reserve()
         arena = None if address_space_is_limited() else find_arena()
         self._memory: Arena | Heap = arena or Heap()
         self._heap = self._memory if isinstance(self._memory, Heap) else None
-        if self._heap is not None:
-            self._limit += int(budget_bytes * self._HEAP_SLACK_SHARE) + self._HEAP_SLACK_BYTES
+        if self._heap is None:
+            self._limit = base_bytes + budget_bytes - budget_bytes // self._MARGIN_SHARE
+        else:
+            self._limit = base_bytes + int(budget_bytes * (1 + self._HEAP_SLACK_SHARE)) + self._HEAP_SLACK_BYTES
         self._memory.open()
         self.make_room(0)
 
@@ -38,7 +39,7 @@ class Ram:
         """Give free pages back if `nbytes` more would lift the resident set over its limit."""
         self._memory.keep_under(self._limit, self._resident, nbytes)
 
-    def leave(self, nbytes: int) -> None:
+    def make_room_beside(self, nbytes: int) -> None:
         """Give free pages back if `nbytes` beside tensors would lift the resident set over its limit."""
         self._memory.keep_under(self._limit - nbytes, self._resident, 0)
 
