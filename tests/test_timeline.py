@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 
 import outgrow
-from outgrow.planning.plan import Plan
+from outgrow.planning.plan import Offload, Plan, make_plan
 from outgrow.planning.problem import Problem
 from outgrow.planning.simulate import timeline
 from outgrow.planning.timeline import Activity, Span
 from outgrow.reporting.holders import held_in_plain_step, held_in_plan
 from outgrow.reporting.modules import decisions_by_module
 from outgrow.tracing.liveness import plain_profile
-from plans import deep_plan
+from plans import MAP_BYTES, Map, deep_plan, trace_of_maps
 from steps import ParkAll, RandomDecisions, RecomputeAll
 from test_auto import CPU_AND_DISK, SLOW_LINK, plans_of, skips_of, trace_of
 
@@ -125,3 +125,20 @@ def test_an_empty_step_has_an_empty_timeline() -> None:
     shown = timeline(plan)
     assert (shown.compute, shown.end, shown.peak) == ((), 0.0, 0)
     assert held_in_plan(plan, shown, 0).bytes == 0
+
+
+def test_a_session_expects_the_peak_of_copies_that_end_a_little_late() -> None:
+    # The first map is on the disk after 5.7 ms, and the second is made 6 ms after the first.
+    maps = (Map(birth=0, held=1, wanted=4), Map(birth=2, held=3, wanted=3))
+    trace = trace_of_maps(maps, [1e-3, 6e-3, 1e-3, 1e-3, 50e-3], {})
+    copied = (Offload(value=0, out_tick=0, release_tick=-1, in_tick=-1, offset=0),)
+
+    def peaks(budget_bytes: int, *offloads: Offload, evicts: bool = False) -> tuple[int, int]:
+        problem = Problem(trace, CPU_AND_DISK, budget_bytes)
+        plan = make_plan("lru", problem, offloads, evicts=evicts)
+        return plan.simulate().peak_bytes, plan.expected_peak_bytes
+
+    assert peaks(8 * MAP_BYTES, *copied) == (MAP_BYTES, 2 * MAP_BYTES)
+    # Where there is no room for that, the step waits for the copy.
+    assert peaks(MAP_BYTES, *copied, evicts=True) == (MAP_BYTES, MAP_BYTES)
+    assert peaks(8 * MAP_BYTES) == (2 * MAP_BYTES, 2 * MAP_BYTES)

@@ -128,10 +128,10 @@ class Planner:
         if outcome.proved:
             return False
         prediction = kind.plan.simulate()
-        if outcome.watched and outcome.peak_bytes > prediction.peak_bytes * (1 + _PEAK_TOLERANCE):
+        if outcome.watched and outcome.peak_bytes > kind.plan.expected_peak_bytes * (1 + _PEAK_TOLERANCE):
             kind.distrust()
             if not kind.steady:
-                peaks = (format_bytes(outcome.peak_bytes), format_bytes(prediction.peak_bytes))
+                peaks = (format_bytes(outcome.peak_bytes), format_bytes(kind.plan.expected_peak_bytes))
                 _LOG.info("a step peaked at %s and was predicted at %s: the next one is recorded", *peaks)
             return False
         kind.recent = [*kind.recent, (outcome.seconds, outcome.stall_seconds)][-_TIMED_STEPS:]
@@ -164,8 +164,9 @@ class Planner:
 def in_a_line(plan: Plan, plan_seconds: float | None = None) -> str:
     """A plan in one line of a log; `plan_seconds` is what planning took."""
     prediction = plan.simulate()
+    peak, budget = format_bytes(plan.expected_peak_bytes), format_bytes(plan.budget_bytes)
     parts = [
-        f"{plan.policy}, predicted peak {format_bytes(prediction.peak_bytes)} of {format_bytes(plan.budget_bytes)}",
+        f"{plan.policy}, predicted peak {peak} of {budget}",
         f"step {format_seconds(prediction.step_seconds)} (plain {format_seconds(prediction.plain_step_seconds)})",
         f"{len(plan.offloads)} values offloaded, {len(plan.recomputes)} recomputed, {len(plan.parks)} parked",
     ]

@@ -33,7 +33,6 @@ from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy, find
 from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
-from outgrow.planning.simulate import Prediction
 from outgrow.reporting.page import write_report
 from outgrow.reporting.subject import Subject
 from outgrow.runtime.backend import open_backend
@@ -357,7 +356,7 @@ class Session:
             raise outcome.failure
         followed = self._expected
         # What is learned below may change the plan.
-        prediction = followed.plan.simulate() if followed is not None and outcome.followed else None
+        plan = followed.plan if followed is not None and outcome.followed else None
         self._steps += 1
         self._recordings_left = max(0, self._recordings_left - 1)
         is_known_well = outcome.followed and followed is not None and followed.steady
@@ -377,7 +376,7 @@ class Session:
             (self._known(outcome.packs) or self._expected).seen += 1
         if followed is not None and self._expected is not None and followed.seen > self._expected.seen:
             self._expected = followed  # a smaller last batch: what comes most is what comes next
-        self._summarise(followed, prediction, outcome)
+        self._summarise(followed, plan, outcome)
 
     # --- learning ---
 
@@ -463,18 +462,18 @@ class Session:
             copy_cost_seconds_per_byte=(cost + (back.cost_per_byte() or cost)) / 2,
         )
 
-    def _summarise(self, kind: StepKind | None, prediction: Prediction | None, outcome: StepOutcome) -> None:
-        """`kind` is what the step was expected to be, `prediction` its plan's if the step followed that."""
+    def _summarise(self, kind: StepKind | None, plan: Plan | None, outcome: StepOutcome) -> None:
+        """`kind` is what the step was expected to be, `plan` its plan then if the step followed that."""
         away = outcome.planned_bytes + outcome.evicted_bytes
         peak = outcome.peak_bytes
-        if kind is not None and prediction is not None and not outcome.watched:
+        if kind is not None and plan is not None and not outcome.watched:
             peak = kind.measured_peak
         summary = Summary(
             policy=self._policy.name,
             budget_bytes=self.budget_bytes,
-            predicted_peak_bytes=None if prediction is None else prediction.peak_bytes,
+            predicted_peak_bytes=None if plan is None else plan.expected_peak_bytes,
             measured_peak_bytes=peak,
-            predicted_step_seconds=None if prediction is None else prediction.step_seconds,
+            predicted_step_seconds=None if plan is None else plan.simulate().step_seconds,
             step_seconds=outcome.seconds,
             kept_bytes=outcome.kept_bytes,
             offloaded_bytes=away,

@@ -132,6 +132,13 @@ class Plan:
         """Predict time, stall and memory of a step under this plan."""
         return self.prediction
 
+    @cached_property
+    def expected_peak_bytes(self) -> int:
+        """The peak that a session tells beforehand: that of the prediction, or more where copies may be late."""
+        from outgrow.planning.simulate import peak_if_late  # the simulator reads plans
+
+        return peak_if_late(self)
+
     @property
     def least_budget_bytes(self) -> int:
         """The least budget that any plan can hold for this trace, in bytes."""

@@ -58,9 +58,11 @@ class Walk:
     Times in seconds, sizes in bytes. With a recording it also tells each span of the lanes.
     """
 
-    def __init__(self, plan: Plan, recording: Recording | None = None) -> None:
+    def __init__(self, plan: Plan, recording: Recording | None = None, *, late_seconds: float = 0.0) -> None:
+        """Each copy takes `late_seconds` longer than the device's profile says."""
         problem = plan.problem
         self._recording = recording
+        self._late_seconds = late_seconds
         self.problem = problem
         self.time = self.stall = self.recompute = 0.0
         self.curve: list[int] = []
@@ -230,7 +232,7 @@ class Walk:
     def _copy_out(self, value: int, activity: Activity) -> None:
         entry = self._entries[value]
         start = max(self._out_free, self.time)
-        self._out_free = start + self.problem.hardware.copy_out_seconds(entry.nbytes)
+        self._out_free = start + self.problem.hardware.copy_out_seconds(entry.nbytes) + self._late_seconds
         cost = self.problem.hardware.copying_costs(entry.nbytes)
         if self._recording is not None:
             self._recording.out.append(Span(activity, start, self._out_free, self._op, value))
@@ -467,7 +469,7 @@ class Walk:
         self._live += entry.nbytes
         entry.resident, entry.parked = True, False
         start = max(self._in_free, self.time)
-        self._in_free = start + self.problem.hardware.copy_in_seconds(entry.nbytes)
+        self._in_free = start + self.problem.hardware.copy_in_seconds(entry.nbytes) + self._late_seconds
         cost = self.problem.hardware.copying_costs(entry.nbytes)
         if self._recording is not None:
             self._recording.moved(value, arrives=True)
