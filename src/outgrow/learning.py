@@ -101,12 +101,13 @@ class Planner:
         """A plan that leaves the allocator some room, where that costs little.
 
         An allocator finds free blocks of the right size the more often the less full it is; where it does not, pages
-        are given back and taken anew, which costs more than the copies of a few more values.
+        are given back and taken anew, which costs more than the copies of a few more values. What the step is
+        predicted to do goes by the whole budget, as the runtime does.
         """
         if self._make_room is not None:
             self._make_room(len(problem.trace.ops) * self._BYTES_PER_OP)
         plan = self._best(problem)
-        return plan if problem.on_cpu else with_releases(plan)
+        return replace(plan if problem.on_cpu else with_releases(plan), problem=problem)
 
     def _best(self, problem: Problem) -> Plan:
         plan = self._policy.plan(problem).laid_out()

@@ -12,7 +12,7 @@ from outgrow.tracing.liveness import average
 
 # On a CPU a thread makes the copies. It needs the interpreter's lock to begin one and to say that it is done, and
 # gets it between ops, or after 5 ms: where ops are short, memory was seen to be held for 1 ms longer.
-_LOCK_SECONDS = 2e-3
+_LOCK_SECONDS = 1e-3
 
 
 @dataclass(frozen=True)
