@@ -37,7 +37,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 SOURCE = TESTS.parent / "src"
 CHILD_SECONDS = 180
 # Plans just above the least budget are not polished for seconds, but where tests ask how good plans are.
-SIMULATIONS = 60
+CHANGES = 60
 ASK_HOW_GOOD_PLANS_ARE = ("test_auto", "test_learning", "test_policies")
 
 hypothesis.settings.register_profile("fuzz", max_examples=500)
@@ -78,7 +78,7 @@ def run_forked(answers: Connection, errors: str, function: Callable[..., Any], a
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
     faulthandler.enable()
     torch.set_num_threads(1)
-    auto._SIMULATIONS = SIMULATIONS
+    auto._CHANGES = CHANGES
     if mounts:
         take_own_mounts()
     answers.send(json.dumps(function(*json.loads(arguments))))
@@ -195,7 +195,7 @@ def short_trials() -> Iterator[None]:
 def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The local search of plans ends sooner."""
     if request.module.__name__ not in ASK_HOW_GOOD_PLANS_ARE:
-        monkeypatch.setattr(auto, "_SIMULATIONS", SIMULATIONS)
+        monkeypatch.setattr(auto, "_CHANGES", CHANGES)
 
 
 @pytest.fixture

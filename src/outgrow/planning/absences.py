@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from outgrow.planning.floor import needed_spans
-from outgrow.planning.parks import Gap, away, gaps, sources_of_gradient
+from outgrow.planning.parks import Gap, away, gap_of, gaps, sources_of_gradient
+from outgrow.planning.plan import Park
 from outgrow.planning.prefetch import may_be_dropped
 from outgrow.planning.problem import Candidate, Problem
 
@@ -26,7 +27,8 @@ class Absence:
         candidate: the saved value whose time before its first use this is.
         shares_copy: whether a copy out serves all such absences of the value.
         is_one_way: whether it is only ever copied out: a saved value that the program holds, but uses no more, and
-            that is made anew when autograd wants it.
+            that is made anew when autograd wants it; or one that nobody wants any more.
+        is_certain: whether it is away, come what may.
     """
 
     value: int
@@ -39,12 +41,39 @@ class Absence:
     candidate: Candidate | None = None
     shares_copy: bool = False
     is_one_way: bool = False
+    is_certain: bool = False
 
 
 def before_first_uses(problem: Problem) -> list[Absence]:
     """Of each saved value the time in which nothing but autograd holds it, until it is first wanted."""
     ops = problem.tick_ops
     return [_before_first_use(problem, item, ops[item.first_pack]) for item in problem.candidates]
+
+
+def beside_parks(problem: Problem, parks: Iterable[Park]) -> list[Absence]:
+    """The absences of what is parked, and besides those of saved values until they are first wanted."""
+    found: list[Absence] = []
+    unused: dict[int, Gap] = {}
+    for item in parks:
+        gap = gap_of(problem, item)
+        if gap is None or item.remade:
+            continue
+        if gap.is_last:
+            unused[gap.value] = gap
+        else:
+            found.append(replace(_parked(problem, gap, problem.tick_ops[item.out_tick]), is_certain=True))
+    for absence in before_first_uses(problem):
+        gap = unused.pop(absence.value, None)
+        if gap is None:
+            found.append(absence)
+            continue
+        # What is parked when the program uses it no more stays away until autograd wants it.
+        first = problem.tick_ops[problem.first_tick_at(gap.after_op + 1)]
+        found.append(replace(absence, leaves=first, dropped=first, anew_seconds=None, is_certain=True))
+    for gap in unused.values():
+        first = problem.tick_ops[problem.first_tick_at(gap.after_op + 1)]
+        found.append(replace(_parked(problem, gap, first), is_one_way=True, is_certain=True))
+    return found
 
 
 def all_absences(problem: Problem) -> list[Absence]:

@@ -49,23 +49,30 @@ def resident_bytes(problem: Problem) -> int:
     return sum(value.nbytes for value in problem.trace.values if value.birth < 0)
 
 
-def births_and_deaths(plan: Plan, entries: Collection[int]) -> tuple[list[int], list[int]]:
-    """Bytes that appear with each op, and bytes of values without an entry that are gone before each op.
+def births_and_deaths(plan: Plan, entries: Collection[int]) -> tuple[list[int], list[int], dict[int, int]]:
+    """Bytes that appear with each op, and bytes of values without an entry that are gone before and after its ticks.
 
     An in-place write is a death and a birth at the same op, so that live bytes stay as they are. A result that takes
     the place of an input is not born, and the input does not die.
     """
     problem = plan.problem
     births, deaths = map(list, _plain_births_and_deaths(problem))
+    late = dict(_late_deaths(problem))
     for index in entries:
         value = problem.trace.values[index]
         deaths[value.death] -= value.nbytes
+    for index, op in _late_values(problem).items():
+        nbytes = problem.trace.values[index].nbytes
+        if index in entries:
+            late[op] -= nbytes
+        else:
+            deaths[op] -= nbytes
     for op in dict.fromkeys(plan.reuses):
         source = overwritten(problem, op)
         if source is not None and source not in entries:
             births[op] -= problem.trace.values[source].nbytes
             deaths[op + 1] -= problem.trace.values[source].nbytes
-    return births, deaths
+    return births, deaths, late
 
 
 @reading
@@ -80,45 +87,97 @@ def _plain_births_and_deaths(problem: Problem) -> tuple[list[int], list[int]]:
     return births, deaths
 
 
-_Ends = dict[int, list[tuple[bool, int]]]
-
-
-def ends_of(problem: Problem, parks: Iterable[int]) -> tuple[_Ends, _Ends]:
-    """Releases of saved tensors, deaths of saved and parked values by op: before that op's ticks, or after them."""
-    saved_early, saved_late, saved = _saved_ends(problem)
-    early = dict(saved_early)
-    for value in parks:
-        if value not in saved:
-            death = problem.trace.values[value].death
-            early[death] = [*early.get(death, ()), (False, value)]
-    return early, saved_late
+@reading
+def _late_deaths(problem: Problem) -> dict[int, int]:
+    """Bytes of saved values that die after the ticks of each op."""
+    late: dict[int, int] = {}
+    for index, op in _late_values(problem).items():
+        late[op] = late.get(op, 0) + problem.trace.values[index].nbytes
+    return late
 
 
 @reading
-def _saved_ends(problem: Problem) -> tuple[_Ends, _Ends, Collection[int]]:
-    """The same of saved tensors and their values alone, and which those values are."""
+def _late_values(problem: Problem) -> dict[int, int]:
+    """Saved values that die after the ticks of an op, and that op: one of its ticks is the last that shows them."""
+    return {
+        value: op
+        for value, ends in _saved_ends(problem).items()
+        for op, is_late, is_release, _ in ends
+        if is_late and not is_release
+    }
+
+
+_Ends = dict[int, list[tuple[bool, int]]]
+
+
+def ends_of(problem: Problem, entries: Iterable[int]) -> tuple[_Ends, _Ends]:
+    """Releases of saved tensors, deaths of values with an entry by op: before that op's ticks, or after them."""
     early: _Ends = {}
     late: _Ends = {}
+    saved = _saved_ends(problem)
+    for value in entries:
+        if value not in saved:
+            early.setdefault(problem.trace.values[value].death, []).append((False, value))
+            continue
+        for op, is_late, is_release, index in saved[value]:
+            (late if is_late else early).setdefault(op, []).append((is_release, index))
+    return early, late
+
+
+@reading
+def _saved_ends(problem: Problem) -> dict[int, list[tuple[int, bool, bool, int]]]:
+    """Of each saved value its releases (True, with the saved tensor's number) and its death (False, with its own).
+
+    With the op, and whether that is after its ticks.
+    """
+    found: dict[int, list[tuple[int, bool, bool, int]]] = {}
     last_tick: dict[int, int] = {}
     for index, saved in enumerate(problem.trace.saved):
         last = saved.unpacked[-1] if saved.unpacked else saved.packed
         last_tick[saved.value] = max(last_tick.get(saved.value, -1), last)
-        (late if last >= saved.released else early).setdefault(saved.released, []).append((True, index))
+        found.setdefault(saved.value, []).append((saved.released, last >= saved.released, True, index))
     for value, last in last_tick.items():
         death = problem.trace.values[value].death
-        (late if last >= death else early).setdefault(death, []).append((False, value))
-    return early, late, last_tick.keys()
+        found[value].append((death, last >= death, False, value))
+    return found
+
+
+def ticks_of(problem: Problem, entries: Iterable[int], actions: Iterable[int]) -> bytearray:
+    """Of each tick whether anything happens there: it shows a value with an entry, or the plan acts."""
+    shown = _ticks(problem)
+    found = bytearray(len(problem.trace.ticks))
+    for value in entries:
+        for tick in shown.get(value, ()):
+            found[tick] = 1
+    for tick in actions:
+        if 0 <= tick < len(found):
+            found[tick] = 1
+    return found
+
+
+@reading
+def _ticks(problem: Problem) -> dict[int, list[int]]:
+    """The ticks that show each saved value."""
+    shown: dict[int, list[int]] = {}
+    for number, tick in enumerate(problem.trace.ticks):
+        shown.setdefault(problem.trace.saved[tick.saved].value, []).append(number)
+    return shown
 
 
 def wanted(problem: Problem, parks: Set[int]) -> dict[int, list[int]]:
     """The parked values that each op reads or writes."""
-    if not parks:
-        return {}
-    return {
-        now: [value for value in values if value in parks]
-        for now, values in enumerate(_used(problem))
-        if not parks.isdisjoint(values)
-    }
+    ops = sorted({op for value in parks for op in _uses(problem).get(value, ())})
+    return {op: [value for value in _used(problem)[op] if value in parks] for op in ops}
+
+
+@reading
+def _uses(problem: Problem) -> dict[int, list[int]]:
+    """The ops that read or write each value."""
+    uses: dict[int, list[int]] = {}
+    for now, values in enumerate(_used(problem)):
+        for value in values:
+            uses.setdefault(value, []).append(now)
+    return uses
 
 
 @reading

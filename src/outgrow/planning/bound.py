@@ -6,13 +6,12 @@ from itertools import accumulate
 
 from outgrow.planning.absences import all_absences
 from outgrow.planning.floor import needed_spans
+from outgrow.planning.levels import levels_where_nothing_moves
 from outgrow.planning.parks import away, gaps
 from outgrow.planning.plan import make_plan
 from outgrow.planning.problem import Problem
 from outgrow.planning.relaxation import Relaxation
 from outgrow.planning.reuse import reusable_ops
-
-_BOUNDLESS = 1 << 62  # bytes
 
 
 def least_step_seconds(problem: Problem, search_seconds: float = 0.0) -> float:
@@ -25,19 +24,13 @@ def least_step_seconds(problem: Problem, search_seconds: float = 0.0) -> float:
     better, copies have no latency, and go on while something is made anew. What nobody wants any more leaves for
     nothing. Infinite where even that does not fit.
     """
-    kept = _kept(problem, reusable_ops(problem))
+    kept = levels_where_nothing_moves(make_plan("keep", problem, (), reuses=reusable_ops(problem))).tolist()
     absences = all_absences(problem)
     unpriced = zip(_parked_for_good(problem), _unwanted(problem), strict=True)
     least = [level - parked - unwanted for level, (parked, unwanted) in zip(kept, unpriced, strict=True)]
     relaxation = Relaxation(problem, least, absences, optimistic=True, fine=search_seconds > 0)
     extra = relaxation.least_seconds(search_seconds) if search_seconds else relaxation.solve().seconds
     return problem.op_times[-1] + extra
-
-
-def _kept(problem: Problem, reuses: tuple[int, ...]) -> tuple[int, ...]:
-    """Live bytes at each op where nothing moves."""
-    boundless = problem.with_budget(_BOUNDLESS)
-    return make_plan("keep", boundless, (), reuses=reuses, evicts=False).simulate().curve
 
 
 def _unwanted(problem: Problem) -> list[int]:

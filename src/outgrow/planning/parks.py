@@ -105,6 +105,17 @@ def _in_backward_passes(problem: Problem, spans: Iterable[Gap]) -> Iterator[Gap]
                 yield replace(gap, after_op=after, before_op=before, is_last=False, is_lent=True)
 
 
+def gap_of(problem: Problem, item: Park) -> Gap | None:
+    """The gap in which a plan parks a value, None if there is none that begins then."""
+    return _gaps_by_tick(problem).get((item.value, item.out_tick))
+
+
+@reading
+def _gaps_by_tick(problem: Problem) -> dict[tuple[int, int], Gap]:
+    """All gaps by value and the first tick in them."""
+    return {(gap.value, problem.first_tick_at(gap.after_op + 1)): gap for gap in gaps(problem)}
+
+
 def away(problem: Problem, gap: Gap) -> tuple[int, int] | None:
     """The ops (first, end) during which a parked value can be away; None where the clock has no tick for it."""
     tick = problem.first_tick_at(gap.after_op + 1)
@@ -148,21 +159,16 @@ def _is_remade(problem: Problem, gap: Gap) -> bool:
     return nbytes <= _LEAST_GAIN * gap.nbytes and seconds <= problem.hardware.copy_in_seconds(gap.nbytes)
 
 
-def park(problem: Problem, gap: Gap, not_before: int = 0, wanted: float | None = None) -> Park | None:
-    """Park a value over a gap: it leaves at once and comes back just in time, but not before op `not_before`.
-
-    `wanted` is the time at which it must be back if that is before the gap ends, in seconds. None where the clock has
-    no tick in the gap.
-    """
-    span = away(problem, gap)
-    if span is None:
+def park(problem: Problem, gap: Gap) -> Park | None:
+    """Park a value over a gap: it leaves at once and comes back just in time. None if the clock has no tick there."""
+    if away(problem, gap) is None:
         return None
     out = problem.first_tick_at(gap.after_op + 1)
     back = -1
     if not gap.is_last:
-        wanted = (problem.op_times[gap.before_op] if wanted is None else wanted) - _LEAD_SECONDS
+        wanted = problem.op_times[gap.before_op] - _LEAD_SECONDS
         back = problem.last_tick_before(wanted - _CAUTION * problem.hardware.copy_in_seconds(gap.nbytes))
-        back = max(back, problem.first_tick_at(not_before), out + 1)
+        back = max(back, out + 1)
         if back >= len(problem.trace.ticks) or problem.tick_ops[back] >= gap.before_op:
             back = -1
     return Park(gap.value, out, back, 0)
@@ -171,8 +177,7 @@ def park(problem: Problem, gap: Gap, not_before: int = 0, wanted: float | None =
 def parks_for(problem: Problem, budget_bytes: int) -> tuple[Park, ...]:
     """What must be parked so that each op fits the budget; saved values are taken to be away.
 
-    Training state is parked only where the rest is not enough, but first then: it can be away for longer. Each comes
-    back after the last op that needs its room.
+    Training state is parked only where the rest is not enough, but first then: it can be away for longer.
     """
     from outgrow.planning.floor import needed_curve  # the floor reads gaps
 
@@ -191,7 +196,7 @@ def parks_for(problem: Problem, budget_bytes: int) -> tuple[Park, ...]:
         chosen = _chosen(problem, curve, [gap for gap in lent if gap not in dropped], budget_bytes)
         chosen += _chosen(problem, _without(problem, curve, chosen), other, budget_bytes)
     drops = (replace(item, in_tick=-1, remade=True) for gap in remade if (item := park(problem, gap)) is not None)
-    return (*drops, *_in_time(problem, curve, chosen, budget_bytes))
+    return (*drops, *(item for gap in chosen if (item := park(problem, gap)) is not None))
 
 
 def _chosen(problem: Problem, curve: Sequence[int], found: Iterable[Gap], budget_bytes: int) -> list[Gap]:
@@ -236,33 +241,6 @@ def _without(problem: Problem, curve: Sequence[int], chosen: Iterable[Gap]) -> l
         change[span[0]] -= gap.nbytes
         change[span[1]] += gap.nbytes
     return [level + less for level, less in zip(curve, accumulate(change[:-1]), strict=True)]
-
-
-def _in_time(problem: Problem, curve: Sequence[int], chosen: Sequence[Gap], budget_bytes: int) -> Iterator[Park]:
-    """Park `chosen`; copies back start as early as is useful, where their bytes fit from then on."""
-    level = _without(problem, curve, chosen)
-    deadlines = _deadlines(problem, chosen)
-    for gap in sorted(chosen, key=lambda gap: deadlines[gap]):
-        begin = gap.before_op
-        parked = park(problem, gap, wanted=deadlines[gap])
-        assert parked is not None, "only what can be away is chosen"
-        wanted = problem.tick_ops[parked.in_tick] if parked.in_tick >= 0 else begin
-        while begin > wanted and level[begin - 1] + gap.nbytes <= budget_bytes:
-            begin -= 1
-            level[begin] += gap.nbytes
-        late = park(problem, gap, begin, deadlines[gap])
-        assert late is not None, "it can be away for as long"
-        yield replace(late, out_tick=parked.out_tick)
-
-
-def _deadlines(problem: Problem, chosen: Iterable[Gap]) -> dict[Gap, float]:
-    """When each must be back, in seconds: before its use, and before the next copy on the lane begins."""
-    deadlines: dict[Gap, float] = {}
-    free = float("inf")
-    for gap in sorted(chosen, key=lambda gap: (-gap.before_op, -gap.nbytes)):
-        deadlines[gap] = min(free, problem.op_times[gap.before_op])
-        free = deadlines[gap] - problem.hardware.copy_in_seconds(gap.nbytes)
-    return deadlines
 
 
 def _uses(problem: Problem) -> dict[int, list[int]]:

@@ -132,6 +132,17 @@ class Plan:
         """Predict time, stall and memory of a step under this plan."""
         return self.prediction
 
+    def simulate_within(self, seconds: float) -> Prediction | None:
+        """The same; None, and that sooner, where the step does not fit the budget or takes longer than `seconds`."""
+        from outgrow.planning.simulate import simulate_within  # the simulator reads plans
+
+        if "prediction" not in vars(self):
+            found = simulate_within(self, seconds)
+            if found is None:
+                return None
+            vars(self)["prediction"] = found  # a cached property keeps it there
+        return self.prediction if self.prediction.feasible and self.prediction.step_seconds <= seconds else None
+
     @cached_property
     def expected_peak_bytes(self) -> int:
         """The peak that a session tells beforehand: that of the prediction, or more where copies may be late."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from outgrow.planning.plan import Offload, Recompute
 from outgrow.planning.problem import Candidate, Problem
@@ -11,7 +11,7 @@ from outgrow.planning.problem import Candidate, Problem
 # all of its lateness, an early one holds memory a little longer.
 CAUTION = 1.3
 # And to be wanted this share of the step earlier: the clock that starts them ticks only so often.
-_LEAD_SHARE = 5e-4
+LEAD_SHARE = 5e-4
 
 
 def with_prefetch(
@@ -23,14 +23,9 @@ def with_prefetch(
     taken to be slower than the device's profile says by the factor `caution`. Where the lane is hardly ever idle,
     that would have them start before there is room, or before the value has left.
     """
-    wanted = {item.value: item.first_unpack for item in chosen}
-    for item in dropped:
-        recipe = problem.recipes.find(item.value)
-        for source in () if recipe is None else recipe.sources:
-            if source in wanted:
-                wanted[source] = min(wanted[source], item.first_unpack)
+    wanted = wanted_first(problem, chosen, dropped)
     starts: dict[int, int] = {}
-    lane_free, lead = float("inf"), _LEAD_SHARE * problem.op_times[-1]
+    lane_free, lead = float("inf"), LEAD_SHARE * problem.op_times[-1]
     for item in sorted(chosen, key=lambda item: -wanted[item.value]):
         unpack = wanted[item.value]
         finish = min(problem.tick_time(unpack) - lead, lane_free)
@@ -46,6 +41,18 @@ def with_prefetch(
         )
         for item in chosen
     )
+
+
+def wanted_first(problem: Problem, copied: Iterable[Candidate], dropped: Iterable[Candidate]) -> dict[int, int]:
+    """The tick at which each is wanted first: for itself, or for a recipe of what is `dropped` and wanted before."""
+    readers = sorted(dropped, key=lambda item: item.first_unpack)
+    wanted = {item.value: item.first_unpack for item in (*copied, *readers)}
+    for item in readers:
+        recipe = problem.recipes.find(item.value)
+        for source in () if recipe is None else recipe.sources:
+            if source in wanted:
+                wanted[source] = min(wanted[source], wanted[item.value])
+    return wanted
 
 
 def may_be_dropped(problem: Problem, item: Candidate) -> bool:

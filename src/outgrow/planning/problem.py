@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Values below this stay: a copy costs its latency, and they hold next to nothing.
 LEAST_MOVED_BYTES = 4096
+# A budget that nothing exceeds, in bytes.
+BOUNDLESS = 1 << 62
 
 _MOVABLE = frozenset({Kind.ACTIVATION, Kind.INPUT, Kind.TEMPORARY})
 _LET_GO = frozenset({Kind.ACTIVATION, Kind.TEMPORARY})
@@ -84,6 +86,11 @@ class Problem:
         """The op of each tick."""
         return [tick.op for tick in self.trace.ticks]
 
+    @cached_property
+    def ticks_until(self) -> list[int]:
+        """Of each op, how many ticks there are until it starts."""
+        return [bisect_right(self.tick_ops, op) for op in range(len(self.trace.ops))]
+
     def tick_time(self, tick: int) -> float:
         """The time of a tick in a plain step, in seconds."""
         return self.op_times[self.tick_ops[tick]]
@@ -118,6 +125,11 @@ class Problem:
             if before:
                 found.append(Candidate(index, value.nbytes, before[0], before[-1], back, value.held))
         return tuple(found)
+
+    @cached_property
+    def candidates_by_value(self) -> dict[int, Candidate]:
+        """The same, by the number of the value."""
+        return {item.value: item for item in self.candidates}
 
     @property
     def on_cpu(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from outgrow.planning.problem import Problem
-from outgrow.tracing.ir import Event, Kind
+from outgrow.tracing.ir import Event, Kind, Trace
 
 # A longer run is seldom worth it, and its intermediate values add up.
 _MOST_OPS = 12
@@ -25,13 +25,16 @@ class Recipe:
     """How to make a value anew.
 
     `ops` in the order in which they run, `sources` the saved values that they read, `seconds` their time if all
-    sources are there.
+    sources are there. `held` are the bytes that the burst has made and still needs before each op, `born` those that
+    the op makes.
     """
 
     value: int
     ops: tuple[int, ...]
     sources: tuple[int, ...]
     seconds: float
+    held: tuple[int, ...]
+    born: tuple[int, ...]
 
 
 class Recipes:
@@ -85,7 +88,27 @@ class Recipes:
                 else:
                     ask.append(index)
         order = tuple(sorted(ops))
-        return Recipe(value, order, tuple(sorted(sources)), sum(trace.ops[op].seconds for op in order))
+        held, born = _sizes(trace, value, order)
+        return Recipe(value, order, tuple(sorted(sources)), sum(trace.ops[op].seconds for op in order), held, born)
+
+
+def _sizes(trace: Trace, value: int, ops: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a burst holds before each of its ops, and what each makes, in bytes."""
+    last_use = {index: op for op in ops for index in trace.ops[op].inputs}
+    inside: dict[int, int] = {}  # by storage
+    held: list[int] = []
+    born: list[int] = []
+    for number in ops:
+        op = trace.ops[number]
+        made = {trace.values[index].storage: trace.values[index].nbytes for index in op.outputs}
+        held.append(sum(inside.values()))
+        born.append(sum(nbytes for storage, nbytes in made.items() if storage not in inside))
+        inside = made | inside
+        touched = (*op.inputs, *op.outputs)
+        alive = {trace.values[index].storage for index in touched if last_use.get(index, -1) > number}
+        done = {trace.values[index].storage for index in touched} - alive - {trace.values[value].storage}
+        inside = {storage: nbytes for storage, nbytes in inside.items() if storage not in done}
+    return tuple(held), tuple(born)
 
 
 def burst(

@@ -7,7 +7,7 @@ what. A copy back that starts earlier, and something else out of its way, is wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from random import Random
@@ -17,6 +17,7 @@ from outgrow.planning.parks import Gap, gaps, park
 from outgrow.planning.plan import Plan
 from outgrow.planning.prefetch import dropped_early, may_be_dropped, with_prefetch
 from outgrow.planning.problem import Candidate
+from outgrow.planning.returns import in_turn
 from outgrow.planning.walk import Wait
 
 # Waits shorter than this share of the step are let be.
@@ -27,27 +28,34 @@ _WAITS, _ROOMS = 12, 6
 _EARLIER = (1.1, 1.6, 2.5, 4.0)
 
 _Sized = TypeVar("_Sized", Candidate, Gap)
-_Rank = Callable[[Plan], tuple[bool, float, int]]
 
 
-def refined(plan: Plan, rank: _Rank, tries: int, shuffled: Random | None = None) -> Plan:
-    """The plan, or a better one by `rank` that at most `tries` simulations find.
+def refined(plan: Plan, tries: int, shuffled: Random | None = None) -> Plan:
+    """The plan, or a faster one that at most `tries` changes lead to; of two as fast, the one that copies less.
 
-    What helps most often is tried first: changes for the longest waits. Or, `shuffled`, any change at any time.
+    What helps most often is tried first: changes for the longest waits. Or, `shuffled`, any change at any time. With
+    each change all copies back are put in turn again.
     """
-    search = _Search(plan)
+    bare = replace(plan, evicts=False)  # is walked through sooner
+    start = best = bare if bare.simulate().feasible else plan
+    search = _Search(best)
     left = tries
     while left > 0:
-        now = rank(plan)
-        changes = search.changes(plan)
+        changes = search.changes(best)
         for other in islice(chain.from_iterable(changes) if shuffled is None else _mixed(changes, shuffled), left):
             left -= 1
-            if rank(other) < now:
-                plan = other
+            changed = in_turn(other)
+            if changed.simulate_within(best.simulate().step_seconds) is not None and _rank(changed) < _rank(best):
+                best = changed
                 break
         else:
             break
-    return plan
+    return plan if best is start else replace(best.laid_out(), evicts=plan.evicts)
+
+
+def _rank(plan: Plan) -> tuple[float, int]:
+    """Of two plans that take as long, the one that copies less is the better."""
+    return plan.simulate().step_seconds, plan.simulate().offloaded_bytes
 
 
 def _mixed(changes: list[Iterator[Plan]], shuffled: Random) -> Iterator[Plan]:
@@ -91,9 +99,10 @@ class _Search:
 
     def _not_dropping(self, plan: Plan, value: int) -> Iterator[Plan]:
         """What is made anew stays, or is copied."""
-        kept = self._keeping(plan, value)
+        item, kept = self._candidates[value], self._keeping(plan, value)
         yield kept
-        yield self._offloading(kept, self._candidates[value])
+        yield self._offloading(kept, item)
+        yield from self._in_its_place(plan, kept, value, item.first_pack, self._problem.tick_ops[item.first_unpack])
 
     def _exchanges(self, plan: Plan) -> list[tuple[int, int]]:
         """Pairs of a value that is copied and one that is made anew, one of which is made from the other."""
@@ -132,30 +141,21 @@ class _Search:
                 yield self._offloading_for(plan, value, wait.op)
             yield self._with_room(plan, wait.op, 0)
             return
-        for times in _EARLIER:
-            yield self._fetching_earlier(plan, wait, times)
+        yield from (self._with_room(plan, op, excess) for op, excess in self._in_the_way(plan, wait))
         yield self._without_copy(plan, wait.value)
+        yield self._staying(plan, wait)
         for value in self._coming_before(plan, wait):
             yield self._without_copy(plan, value)
 
-    def _fetching_earlier(self, plan: Plan, wait: Wait, times: float) -> Iterator[Plan]:
-        """The copy back starts as many times earlier as it takes; something else is out of its way."""
+    def _in_the_way(self, plan: Plan, wait: Wait) -> list[tuple[int, int]]:
+        """The ops without room for a copy back that starts earlier, and how many bytes are missing there."""
         nbytes = self._problem.trace.values[wait.value].nbytes
-        start = self._start_before(wait, times * self._problem.hardware.copy_in_seconds(nbytes))
-        earlier = self._starting(plan, wait.value, start)
-        if earlier is None:
-            return
-        yield earlier
-        op, excess = self._worst(plan, start, wait.op, nbytes)
-        if excess > 0:
-            for roomy in self._with_room(earlier, op, excess):
-                yield roomy
-                again, missing = self._worst(roomy, start, wait.op, 0)
-                if missing > 0:
-                    yield from islice(self._with_room(roomy, again, missing), _ROOMS)
-
-    def _start_before(self, wait: Wait, seconds: float) -> int:
-        return max(0, self._problem.last_tick_before(self._problem.op_times[wait.op] - seconds))
+        seconds = self._problem.hardware.copy_in_seconds(nbytes)
+        starts = (self._problem.op_times[wait.op] - times * seconds for times in _EARLIER)
+        found = (
+            self._worst(plan, max(0, self._problem.last_tick_before(start)), wait.op, nbytes) for start in starts
+        )
+        return [(op, excess) for op, excess in dict.fromkeys(found) if excess > 0]
 
     def _worst(self, plan: Plan, start: int, end_op: int, nbytes: int) -> tuple[int, int]:
         """The op, from a tick on, that has the least room for `nbytes` more; and how many are missing."""
@@ -166,21 +166,6 @@ class _Search:
 
     # --- changes ---
 
-    def _starting(self, plan: Plan, value: int, tick: int) -> Plan | None:
-        """The plan with a value's copy back starting at `tick`; None if none does."""
-        if any(item.value == value for item in plan.offloads):
-            moved = (
-                replace(item, in_tick=max(item.out_tick + 1, tick)) if item.value == value else item
-                for item in plan.offloads
-            )
-            return replace(plan, offloads=tuple(moved))
-        open_parks = [item for item in plan.parks if item.value == value and item.out_tick < tick and not item.remade]
-        if not open_parks:
-            return None
-        chosen = open_parks[-1]
-        parks = (replace(item, in_tick=tick) if item is chosen else item for item in plan.parks)
-        return replace(plan, parks=tuple(parks))
-
     def _without_copy(self, plan: Plan, value: int) -> Iterator[Plan]:
         """The value is made anew, or stays."""
         item = self._candidates.get(value)
@@ -190,7 +175,21 @@ class _Search:
             yield self._keeping(plan, value)
         for parked in plan.parks:
             if parked.value == value:
-                yield replace(plan, parks=tuple(other for other in plan.parks if other is not parked)).laid_out()
+                yield replace(plan, parks=tuple(other for other in plan.parks if other is not parked))
+
+    def _staying(self, plan: Plan, wait: Wait) -> Iterator[Plan]:
+        """The value stays, and something else leaves in its place."""
+        moves = [(item.out_tick, item.value) for item in plan.offloads]
+        moves += [(item.out_tick, item.value) for item in plan.parks]
+        first = min((tick for tick, value in moves if value == wait.value), default=-1)
+        for without in self._without_copy(plan, wait.value) if first >= 0 else ():
+            if not any(item.value == wait.value for item in without.recomputes):
+                yield from self._in_its_place(plan, without, wait.value, first, wait.op)
+
+    def _in_its_place(self, plan: Plan, kept: Plan, value: int, first: int, until: int) -> Iterator[Plan]:
+        """Something else leaves where there is no room for `value` from tick `first` to op `until`."""
+        op, excess = self._worst(plan, first, until, self._problem.trace.values[value].nbytes)
+        yield from self._with_room(kept, op, excess)
 
     def _coming_before(self, plan: Plan, wait: Wait) -> Iterator[int]:
         """Values whose copies back may have kept the lane busy, the latest first."""
@@ -238,7 +237,15 @@ class _Search:
             yield from islice(self._with_room(without, op, self._problem.trace.values[value].nbytes), _ROOMS)
 
     def _with_room(self, plan: Plan, op: int, missing_bytes: int) -> Iterator[Plan]:
-        """Something that is there at `op` and that the op does not need is away."""
+        """Something that is there at `op` and that the op does not need is away; or two, where one is not enough."""
+        for roomy, nbytes in self._without_something(plan, op, missing_bytes):
+            yield roomy
+            if nbytes < missing_bytes:
+                second = self._without_something(roomy, op, missing_bytes - nbytes)
+                yield from (roomier for roomier, _ in islice(second, _ROOMS))
+
+    def _without_something(self, plan: Plan, op: int, missing_bytes: int) -> Iterator[tuple[Plan, int]]:
+        """The same, one at a time, with its bytes."""
         ops = self._problem.tick_ops
         moved = {item.value for item in plan.offloads} | {item.value for item in plan.recomputes}
         waiting = [
@@ -253,39 +260,34 @@ class _Search:
         ]
         parked = {item.value for item in plan.parks}
         idle = [gap for gap in self._gaps if gap.value not in parked and gap.after_op < op < gap.before_op]
-        later = self._problem.first_tick_at(op + 1)
         for item in _best_first(waiting, missing_bytes):
-            yield self._offloading(plan, item)
+            yield self._offloading(plan, item), item.nbytes
             if may_be_dropped(self._problem, item):
-                yield self._dropping(plan, item)
+                yield self._dropping(plan, item), item.nbytes
         for value in early[:_ROOMS]:
             item = self._candidates[value]
-            if later < item.first_unpack:
-                delayed = self._starting(plan, value, later)
-                assert delayed is not None, "it is offloaded"
-                yield delayed
             if may_be_dropped(self._problem, item):
-                yield self._dropping(plan, item)
+                yield self._dropping(plan, item), item.nbytes
         for gap in _best_first(idle, missing_bytes):
             parked_too = park(self._problem, gap)
             assert parked_too is not None, "these gaps can be parked in"
-            yield replace(plan, parks=(*plan.parks, parked_too)).laid_out()
+            yield replace(plan, parks=(*plan.parks, parked_too)), gap.nbytes
 
     def _offloading(self, plan: Plan, item: Candidate) -> Plan:
         dropped = [self._candidates[other.value] for other in plan.recomputes]
         copies = with_prefetch(self._problem, (item,), dropped)
-        return replace(plan, offloads=(*plan.offloads, *copies)).laid_out()
+        return replace(plan, offloads=(*plan.offloads, *copies))
 
     def _dropping(self, plan: Plan, item: Candidate) -> Plan:
         plan = self._keeping(plan, item.value)
-        return replace(plan, recomputes=(*plan.recomputes, *dropped_early(self._problem, (item,)))).laid_out()
+        return replace(plan, recomputes=(*plan.recomputes, *dropped_early(self._problem, (item,))))
 
     def _keeping(self, plan: Plan, value: int) -> Plan:
         return replace(
             plan,
             offloads=tuple(item for item in plan.offloads if item.value != value),
             recomputes=tuple(item for item in plan.recomputes if item.value != value),
-        ).laid_out()
+        )
 
 
 def _best_first(items: Iterable[_Sized], missing_bytes: int) -> list[_Sized]:

@@ -204,8 +204,12 @@ class Relaxation:
             rows.at_most(1.0, shares)
             if index in self._moments.ousted:
                 rows.at_least(1.0, shares)
-            if self._items[index].is_one_way:
-                made_anew = columns.recomputed[self._places[self._items[index].value]]
+            item = self._items[index]
+            if item.is_certain:
+                if self._has_time(item):
+                    rows.at_least(1.0, [(offloaded, 1.0)])
+            elif item.is_one_way:
+                made_anew = columns.recomputed[self._places[item.value]]
                 rows.at_most(0.0, [(offloaded, 1.0), (made_anew, -1.0)])
         self._add_shared_copies(rows, columns)
         self._add_sources(rows, columns, edges)
@@ -216,6 +220,11 @@ class Relaxation:
             self._add_handling(rows, columns)
             self._add_order(rows, columns)
         return rows, columns
+
+    def _has_time(self, item: Absence) -> bool:
+        """Whether there are moments for an item to leave, be away and come back."""
+        left = max(self._moments.begin(item.leaves), self._moments.copied(item))
+        return left <= min(self._moments.end(item.wanted), self._moments.fetched(item))
 
     @cached_property
     def _cuts(self) -> tuple[csr_array, NDArray[np.float64]]:

@@ -43,6 +43,16 @@ def simulate(plan: Plan) -> Prediction:
     """Predict a step under `plan` on the plan's device."""
     walk = Walk(plan)
     walk.run()
+    return _prediction(plan, walk)
+
+
+def simulate_within(plan: Plan, seconds: float) -> Prediction | None:
+    """The same; None, and that sooner, where the step does not fit the budget or takes longer than `seconds`."""
+    walk = Walk(plan)
+    return _prediction(plan, walk) if walk.run(seconds, must_fit=True) and walk.time <= seconds else None
+
+
+def _prediction(plan: Plan, walk: Walk) -> Prediction:
     peak_op = max(range(len(walk.curve)), key=walk.curve.__getitem__, default=0)
     peak = walk.curve[peak_op] if walk.curve else plan.problem.base_bytes
     return Prediction(

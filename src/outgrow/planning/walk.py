@@ -10,9 +10,18 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from outgrow.cost.workspaces import Choice
-from outgrow.planning.agenda import actions_of, births_and_deaths, ends_of, resident_bytes, saved_values, wanted
+from outgrow.planning.agenda import (
+    actions_of,
+    births_and_deaths,
+    ends_of,
+    resident_bytes,
+    saved_values,
+    ticks_of,
+    wanted,
+)
 from outgrow.planning.parks import may_park, sources_of_gradient
 from outgrow.planning.plan import Plan, Replay
 from outgrow.planning.recipes import Recipe, burst
@@ -84,8 +93,11 @@ class Walk:
         trace = problem.trace
         self._parks = {item.value for item in plan.parks if may_park(problem, item.value)}
         self._entries: dict[int, _Entry] = {}
+        # Where nothing is evicted, nothing happens to what the plan does not touch.
+        touched = None if plan.evicts or recording is not None else _touched(plan)
         for index, nbytes, held, movable in saved_values(problem):
-            self._entries[index] = _Entry(nbytes, held, movable)
+            if touched is None or index in touched:
+                self._entries[index] = _Entry(nbytes, held, movable)
         for index in self._parks - self._entries.keys():
             self._entries[index] = _Entry(trace.values[index].nbytes, trace.values[index].death, movable=False)
         self._lent: list[int] = []  # training state that left in this backward pass
@@ -94,60 +106,91 @@ class Walk:
         # Values that go again at once when they were made anew for another's sake.
         self._brief = {item.value for item in plan.recomputes if item.replay is Replay.MEMORY}
         self._actions = actions_of(plan)
-        self._births, self._deaths = births_and_deaths(plan, self._entries.keys())
-        self._early_ends, self._late_ends = ends_of(problem, self._parks)
+        self._births, self._deaths, self._late_deaths = births_and_deaths(plan, self._entries.keys())
+        self._early_ends, self._late_ends = ends_of(problem, self._entries)
+        self._busy_ticks = ticks_of(problem, self._entries, self._actions)
         self._wanted = wanted(problem, self._parks)
+        self._eventful = self._ops_with_events()
 
-    def run(self) -> None:
+    def _ops_with_events(self) -> bytearray:
+        """Of each op whether anything but itself happens there, as far as it is known beforehand."""
+        found = bytearray(len(self.problem.trace.ops) + 1)
+        tick_ops = self.problem.tick_ops
+        shown = (tick_ops[number] for number, is_busy in enumerate(self._busy_ticks) if is_busy)
+        for op in chain(shown, self._early_ends, self._late_ends, self._late_deaths, self._wanted):
+            found[op] = 1
+        return found
+
+    def run(self, seconds: float = float("inf"), *, must_fit: bool = False) -> bool:
+        """Walk to the end of the step.
+
+        Given up, and False, where the step takes longer than `seconds`, or does not fit the budget and `must_fit`.
+        """
         # Plans are searched for by a thousand walks and more, most ops of which have nothing to do but take time:
         # nothing is called for nothing here.
-        trace = self.problem.trace
-        tick_ops, cursor = self.problem.tick_ops, 0
-        end = len(tick_ops)
-        ways = self.problem.ways
-        early, late = self._early_ends, self._late_ends
+        times, ways = self.problem.op_times, self.problem.ways
+        # Ops with several ways to run may take less than the trace says.
+        most_extra = seconds - times[-1] if ways is None else float("inf")
+        most_live = self._budget if must_fit else float("inf")
+        births, deaths, eventful = self._births, self._deaths, self._eventful
+        leaving, deferred, curve = self._leaving, self._deferred, self.curve
+        makes_room = self._evicts or bool(self._parks)
         self._live += resident_bytes(self.problem)
-        for now, op in enumerate(trace.ops):
+        for now, op in enumerate(self.problem.trace.ops):
             self._op = now
-            self._live -= self._deaths[now]
-            if now in early:
-                self._end(early[now])
-            if now in self._let_go_at:
-                self._let_go(now)
-            while cursor < end and tick_ops[cursor] <= now:
-                self._tick(cursor)
-                cursor += 1
-            self._next_tick = cursor
-            if now in late:
-                self._end(late[now])
-            if self._leaving:
+            self._live -= deaths[now]
+            if eventful[now] or deferred or self._lent:
+                self._before(now, op)
+            elif leaving and leaving[0][0] <= self.time:
                 self._land()
-            if self._lent and op.phase is not Phase.BACKWARD:
-                self._return_state()
-            if now in self._wanted:
-                for used in self._wanted[now]:
-                    self._unpark(used)
-            born = self._births[now]
+            born = births[now]
             rise = born + op.workspace_bytes
-            if self._live + rise > self._budget and (self._evicts or self._parks):
+            if makes_room and self._live + rise > self._budget:
                 self._make_room(rise)
-            seconds = op.seconds
+            took = op.seconds
             if ways is not None:
                 way = self._way(now, op, born)
                 self.taken.append(way)
-                rise, seconds = born + way.nbytes, way.seconds
+                rise, took = born + way.nbytes, way.seconds
             level = self._live + rise
-            self.curve.append(level if level > self._burst_peak else self._burst_peak)
-            self._burst_peak = 0
             if self._recording is not None:
-                self._computed(Activity.RUN, self.time, self.time + seconds, now, live=level)
+                self._computed(Activity.RUN, self.time, self.time + took, now, live=level)
+            if level < self._burst_peak:
+                level = self._burst_peak
+            curve.append(level)
+            self._burst_peak = 0
             self._live += born
-            self.time += seconds
-        self._op = len(trace.ops)
-        while cursor < end:
-            self._tick(cursor)
-            cursor += 1
+            self.time += took
+            if level > most_live or self.time - times[now + 1] > most_extra:
+                return False
+        self._op = len(self.problem.trace.ops)
+        self._tick_until(len(self.problem.tick_ops))
         self._return_state()
+        return True
+
+    def _before(self, now: int, op: Op) -> None:
+        """What happens between the op before and this one."""
+        if now in self._early_ends:
+            self._end(self._early_ends[now])
+        if now in self._let_go_at:
+            self._let_go(now)
+        self._tick_until(self.problem.ticks_until[now])
+        if now in self._late_ends:
+            self._end(self._late_ends[now])
+        self._live -= self._late_deaths.get(now, 0)
+        if self._leaving:
+            self._land()
+        if self._lent and op.phase is not Phase.BACKWARD:
+            self._return_state()
+        for used in self._wanted.get(now, ()):
+            self._unpark(used)
+
+    def _tick_until(self, end: int) -> None:
+        """The ticks up to number `end`, as far as anything happens there."""
+        for number in range(self._next_tick, end):
+            if self._busy_ticks[number] or self._deferred:
+                self._tick(number)
+        self._next_tick = end
 
     def _way(self, number: int, op: Op, born: int) -> Choice:
         """How an op runs: as the trace says, or the fastest way that the free bytes allow (SuperNeurons, 3.5).
@@ -192,10 +235,11 @@ class Walk:
         self._next_tick = number
         tick = self.problem.trace.ticks[number]
         value = self.problem.trace.saved[tick.saved].value
-        if tick.event is Event.PACK:
-            self._touch(value)
-        else:
+        is_wanted = tick.event is Event.UNPACK and value in self._entries
+        if is_wanted:
             self._request(value)
+        elif self._evicts:
+            self._touch(value)
         for action, target, _ in self._actions.get(number, ()):
             if action == "out":
                 self._start_out(target, planned=True)
@@ -209,11 +253,11 @@ class Walk:
                 self._deferred.append(target)
         while self._deferred and self._start_in(self._deferred[0]):
             self._deferred.popleft()
-        if tick.event is Event.UNPACK:
+        if is_wanted:
             self._wait_for(value)
 
     def _touch(self, value: int) -> None:
-        if self._entries[value].movable:
+        if self._evicts and self._entries[value].movable:
             self._recent[value] = None
             self._recent.move_to_end(value)
 
@@ -347,7 +391,7 @@ class Walk:
             if entry.dead or entry.held <= self._op:
                 self._free(value)
             else:
-                self._let_go_at.setdefault(entry.held, []).append(value)
+                self._let_go_later(value, entry.held)
 
     def _drop(self, value: int) -> None:
         """Let go of a value that a recipe can make anew."""
@@ -358,7 +402,11 @@ class Walk:
         if entry.held <= self._op:
             self._free(value)
         else:
-            self._let_go_at.setdefault(entry.held, []).append(value)
+            self._let_go_later(value, entry.held)
+
+    def _let_go_later(self, value: int, op: int) -> None:
+        self._let_go_at.setdefault(op, []).append(value)
+        self._eventful[op] = 1
 
     def _rebuild(self, value: int) -> None:
         """Make a dropped value anew, after those of its sources that were dropped too, and theirs."""
@@ -393,31 +441,20 @@ class Walk:
         for source in recipe.sources:
             self._request(source)
             self._wait_for(source)
-        trace = self.problem.trace
-        last_use = {index: op for op in recipe.ops for index in trace.ops[op].inputs}
-        inside: dict[int, int] = {}  # bytes of what the burst has made so far, by storage
-        for number in recipe.ops:
-            op = trace.ops[number]
-            for index in op.inputs:
-                if index in self._lent:
-                    self._unpark(index)
-            made = [index for index in op.outputs if trace.values[index].storage not in inside]
-            rise = sum(trace.values[index].nbytes for index in made) + op.workspace_bytes
-            if self._evicts and self._live + sum(inside.values()) + rise > self.problem.budget_bytes:
-                self._make_room(sum(inside.values()) + rise)
-            way = self._way(number, op, sum(inside.values()) + rise - op.workspace_bytes)
-            rise += way.nbytes - op.workspace_bytes
-            level = self._live + sum(inside.values()) + rise
+        for number, held, born in zip(recipe.ops, recipe.held, recipe.born, strict=True):
+            op = self.problem.trace.ops[number]
+            if self._lent:
+                for index in op.inputs:
+                    if index in self._lent:
+                        self._unpark(index)
+            rise = held + born + op.workspace_bytes
+            if self._evicts and self._live + rise > self._budget:
+                self._make_room(rise)
+            way = self._way(number, op, held + born)
+            level = self._live + held + born + way.nbytes
             self._burst_peak = max(self._burst_peak, level)
             if self._recording is not None:
                 self._computed(Activity.RECOMPUTE, self.time, self.time + way.seconds, number, value, level)
-            inside |= {trace.values[index].storage: trace.values[index].nbytes for index in made}
-            alive = {trace.values[value].storage} | {
-                trace.values[index].storage for index in (*op.inputs, *op.outputs) if last_use.get(index, -1) > number
-            }
-            done = {trace.values[index].storage for index in (*op.inputs, *op.outputs)} - alive
-            for storage in done & inside.keys():
-                del inside[storage]
             self.time += way.seconds
             self.recompute += way.seconds
         for source in recipe.sources:
@@ -544,3 +581,10 @@ class Walk:
                 return
             self._wait_until(releasable[0])
             self._land()
+
+
+def _touched(plan: Plan) -> set[int]:
+    """The values that a plan moves, and those that it makes others from."""
+    moved = {item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items}
+    recipes = (plan.problem.recipes.find(item.value) for item in plan.recomputes)
+    return moved.union(*(recipe.sources for recipe in recipes if recipe is not None))

@@ -1,21 +1,21 @@
 """The default policy: plain PyTorch when it fits, else the fastest plan that the simulator finds.
 
 A linear program says which share of each value to keep, offload and make anew (`planning/relaxation.py`). Hardly any
-share comes out broken. Its answer is rounded, simulated, and where the plan holds more than the program thought (a
-copy is late, a burst of recompute needs room) the budget of those ops is made smaller and the program solved again.
-The plans of the other policies are tried too, so that none of them is ever faster. Where the device would still wait,
-a local search (`planning/refine.py`) looks for small changes that help.
+share comes out broken. Its answer is rounded, and copies back are put in turn, where there is room for them
+(`planning/returns.py`). The plans of the other policies are tried too, so that none of them is ever faster. Where the
+device would still wait, a local search (`planning/refine.py`) looks for small changes that help.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
 
-from outgrow.planning.absences import before_first_uses
+from outgrow.planning.absences import beside_parks
 from outgrow.planning.floor import least_budget
+from outgrow.planning.levels import levels_where_nothing_moves
 from outgrow.planning.parks import parks_for
 from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.policies.accudnn import AccUDNN
@@ -24,30 +24,26 @@ from outgrow.planning.policies.checkpoint import Checkpoint
 from outgrow.planning.policies.layrub import Layrub
 from outgrow.planning.policies.superneurons import SuperNeurons
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
-from outgrow.planning.prefetch import CAUTION, dropped_early, with_prefetch
+from outgrow.planning.prefetch import dropped_early, with_prefetch
 from outgrow.planning.problem import Candidate, Problem
 from outgrow.planning.refine import refined
 from outgrow.planning.relaxation import Relaxation, Shares
+from outgrow.planning.returns import in_turn
 from outgrow.planning.reuse import reusable_ops
 
-_CORRECTIONS = 3
-# Shares of the budget that programs are solved for, until a plan is as near as this to the first one's optimum.
-_BUDGET_SHARES = (1.0, 0.97, 0.94)
+# A plan as near as this to the optimum of its program is good enough: no other program is tried.
 _NEAR = 1.003
 # Parks are costly: only what would not fit into such a share of the budget otherwise is parked. Where there are any,
 # the other shares are tried as well: more parks leave copies more room.
 _PARKED_SHARES = (0.97, 0.94, 0.9)
-# Rounds of moving copies back behind the ops that have no room for them.
-_DELAYS = 3
-_BOUNDLESS = 1 << 62  # bytes
-# Where the device waits for more than this share of the step, copies back are planned without caution as well.
-_LEAST_STALL = 0.002
-# From this share of the step on the local search has a try, with so many simulations in all: fewer for long traces,
-# by their ops.
+# Where the device waits for more than this share of the step, the local search has a try. It goes on while a round of
+# so many changes, or fewer for long traces, by their ops, makes the step shorter by such a share.
 _REFINED_STALL = 0.01
-_SIMULATIONS, _SIMULATED_ALL = 3_000, 4_000_000
+_CHANGES, _CHANGES_ALL = 180, 400_000
+_REFINED_GAIN = 1e-3
+_MOST_ROUNDS = 8
 # Of the plans that it has improved, one in so many is improved further.
-_REFINED_FURTHER = 4
+_REFINED_FURTHER = 3
 # A share below this is a rounding error of the solver's.
 _LEAST_SHARE = 0.01
 # How long a trace may be, for one more program, one more choice of parks, and one more simulation of a plan that
@@ -98,125 +94,57 @@ def _frames(problem: Problem) -> list[Plan]:
 def _refined(starts: Sequence[Plan]) -> Plan:
     """The best plan near any of these: which start is the best shows only on the way.
 
-    By successive halving, with the best quarter in place of the best half: Jamieson and Talwalkar, "Non-stochastic
+    By successive halving, with the best third in place of the best half: Jamieson and Talwalkar, "Non-stochastic
     best arm identification and hyperparameter optimization" (2016).
     """
     plans = sorted((_own(plan) for plan in starts if plan.simulate().feasible), key=_rank)
-    left = [len(plans)]
-    while left[-1] > 1:
-        left.append(max(1, left[-1] // _REFINED_FURTHER))
-    simulations = min(_SIMULATIONS, _SIMULATED_ALL // max(1, len(plans[0].problem.trace.ops))) // len(left)
+    changes = min(_CHANGES, _CHANGES_ALL // max(1, len(plans[0].problem.trace.ops)))
     shuffled = None
-    for count in left:
-        tries = max(1, simulations // count)
-        plans = sorted((refined(plan, _rank, tries, shuffled) for plan in plans[:count]), key=_rank)
+    for _ in range(_MOST_ROUNDS):
+        before = plans[0].simulate().step_seconds
+        tries = max(1, changes // len(plans))
+        plans = sorted((refined(plan, tries, shuffled) for plan in plans), key=_rank)
+        if shuffled is not None and plans[0].simulate().step_seconds > (1 - _REFINED_GAIN) * before:
+            break
+        plans = plans[: max(1, len(plans) // _REFINED_FURTHER)]
         shuffled = Random(0)
     return plans[0]
 
 
-def _programmed(frame: Plan) -> list[Plan]:
-    """Plans that the linear program gives.
-
-    Where whole values and late copies keep it far from the program's optimum, programs without chains of recipes and
-    with a little less memory are tried: what fits them fits the problem.
-    """
+def _programmed(frame: Plan) -> Iterator[Plan]:
+    """Plans that the linear program gives: with chains of recipes, which help as a whole only, and without."""
     problem = frame.problem
-    curve = _boundless(frame).simulate().curve
-    absences = before_first_uses(problem)
-    free, chainless = (Relaxation(problem, curve, absences, chains=chains) for chains in (True, False))
-    goal = problem.op_times[-1] + free.solve().seconds
-    trials = [(free, 1.0), *((chainless, share) for share in _BUDGET_SHARES)]
-    plans: list[Plan] = []
-    for relaxation, share in trials[: max(1, _TRIED_OPS // max(1, len(problem.trace.ops)))]:
-        plan = _corrected(frame, relaxation, share)
-        plans.append(plan)
-        if plan.simulate().feasible and plan.simulate().step_seconds <= goal * _NEAR:
+    levels = levels_where_nothing_moves(frame).tolist()
+    absences = beside_parks(problem, frame.parks)
+    for chains in (True, False)[: max(1, _TRIED_OPS // max(1, len(problem.trace.ops)))]:
+        shares = Relaxation(problem, levels, absences, chains=chains).solve()
+        choice = _rounded(problem, shares)
+        plan = _with_less(frame, choice, choice.plan(frame))
+        yield plan
+        goal = problem.op_times[-1] + shares.seconds
+        if not frame.parks and plan.simulate().feasible and plan.simulate().step_seconds <= goal * _NEAR:
             break
-    return plans
-
-
-def _corrected(frame: Plan, relaxation: Relaxation, share: float) -> Plan:
-    """Solve, round, simulate, and solve again with less room where the plan held too much."""
-    problem = frame.problem
-    budgets = [share * problem.budget_bytes] * max(1, len(problem.trace.ops))
-    tried: list[tuple[_Choice, Plan]] = []
-    for _ in range(1 + _CORRECTIONS):
-        choice = _rounded(problem, relaxation.solve(budgets))
-        plan = choice.plan(frame)
-        excess = _excess(plan)
-        tried += [(choice, plan), (choice, _late_enough(plan, excess))]
-        if plan.simulate().stall_seconds > _LEAST_STALL * problem.op_times[-1]:
-            hasty = replace(choice, caution=1.0)
-            plan = hasty.plan(frame)
-            excess = _excess(plan)
-            tried += [(hasty, plan), (hasty, _late_enough(plan, excess))]
-        if not any(excess):
-            break
-        budgets = [limit - over for limit, over in zip(budgets, excess, strict=True)]
-    return _with_less(frame, *min(tried, key=lambda pair: _rank(pair[1])))
-
-
-def _late_enough(plan: Plan, excess: Sequence[int]) -> Plan:
-    """The plan with copies back that start only after the ops that have no room for them."""
-    problem = plan.problem
-    for _ in range(_DELAYS):
-        if not any(excess):
-            break
-        wanted = {item.value: problem.tick_ops[item.first_unpack] for item in problem.candidates}
-        starts = {item.value: item.in_tick for item in plan.offloads if item.in_tick >= 0}
-        for op, over in enumerate(excess):
-            if over <= 0:
-                continue
-            # Those that are wanted last have the most time left to come later.
-            for value in sorted(starts, key=lambda value: -wanted[value]):
-                if over > 0 and problem.tick_ops[starts[value]] <= op < wanted[value]:
-                    starts[value] = problem.first_tick_at(op + 1)
-                    over -= problem.trace.values[value].nbytes
-        last = len(problem.trace.ticks) - 1
-        plan = replace(
-            plan,
-            offloads=tuple(
-                replace(item, in_tick=min(starts[item.value], last)) if item.value in starts else item
-                for item in plan.offloads
-            ),
-        )
-        excess = _excess(plan)
-    return plan
-
-
-def _excess(plan: Plan) -> list[int]:
-    """Bytes over the budget at each op if every copy started when the plan says, whether there is room or not."""
-    return [max(0, level - plan.budget_bytes) for level in _boundless(plan).simulate().curve]
-
-
-def _boundless(plan: Plan) -> Plan:
-    return replace(plan, problem=plan.problem.with_budget(_BOUNDLESS), evicts=False)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What moves: values that are offloaded, and that are dropped; and those of both that move in part so far.
-
-    `caution` is how much slower copies back are taken to be than the device's profile says.
-    """
+    """What moves: values that are offloaded, and that are dropped; and those of both that move in part so far."""
 
     offloaded: tuple[Candidate, ...]
     dropped: tuple[Candidate, ...]
     in_part: tuple[Candidate, ...]
-    caution: float = CAUTION
 
     def plan(self, frame: Plan) -> Plan:
         problem = frame.problem
-        copies = with_prefetch(problem, self.offloaded, self.dropped, caution=self.caution)
+        copies = with_prefetch(problem, self.offloaded, self.dropped)
         drops = dropped_early(problem, self.dropped)
-        return make_plan("auto", problem, copies, drops, parks=frame.parks, reuses=frame.reuses)
+        return in_turn(make_plan("auto", problem, copies, drops, parks=frame.parks, reuses=frame.reuses))
 
     def without(self, item: Candidate) -> _Choice:
         return _Choice(
             tuple(other for other in self.offloaded if other is not item),
             tuple(other for other in self.dropped if other is not item),
             self.in_part,
-            self.caution,
         )
 
 

@@ -1,0 +1,99 @@
+"""How full the device is when nothing comes back before it is wanted, without a walk through the step.
+
+A walk tells the same, and exactly. This is for a search that asks a thousand times where there is room: copies out
+land when their lane allows in a plain step, and recipes run on top of what is there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outgrow.planning.parks import gap_of
+from outgrow.planning.plan import Park, Plan, make_plan
+from outgrow.planning.prefetch import wanted_first
+from outgrow.planning.problem import BOUNDLESS, Problem, reading
+
+
+def levels_where_nothing_moves(plan: Plan) -> NDArray[np.int64]:
+    """Live bytes at the worst moment of each op if the plan's gradients reuse memory, and else all stays."""
+    known = _known_levels(plan.problem)
+    remade = tuple(item for item in plan.parks if item.remade)
+    key = (plan.reuses, remade)
+    if key not in known:
+        boundless = plan.problem.with_budget(BOUNDLESS)
+        kept = make_plan("keep", boundless, (), parks=remade, reuses=plan.reuses, evicts=False)
+        known[key] = np.asarray(kept.simulate().curve, dtype=np.int64)
+    return known[key]
+
+
+@reading
+def _known_levels(problem: Problem) -> dict[tuple[tuple[int, ...], tuple[Park, ...]], NDArray[np.int64]]:
+    """These, by reuses and what is parked without a copy."""
+    return {}
+
+
+def levels_on_demand(plan: Plan) -> NDArray[np.int64]:
+    """The same if what the plan moves leaves when it can, and comes back when it is wanted."""
+    problem = plan.problem
+    ops, known = problem.tick_ops, problem.candidates_by_value
+    offloaded = [known[item.value] for item in plan.offloads]
+    dropped = [known[item.value] for item in plan.recomputes]
+    wanted = wanted_first(problem, offloaded, dropped)
+    landed = _landings(plan)
+    levels = levels_where_nothing_moves(plan)
+    change = np.zeros(len(levels) + 2, dtype=np.int64)
+    gone_since = {
+        item.value: max(known[item.value].held, ops[known[item.value].last_pack], landed[item.value, item.out_tick])
+        for item in plan.offloads
+    }
+    gone_since |= {item.value: max(known[item.value].held, ops[item.drop_tick]) for item in plan.recomputes}
+    for parked in plan.parks:
+        gap = gap_of(problem, parked)
+        if gap is None or parked.remade:
+            continue
+        first = max(ops[parked.out_tick], landed[parked.value, parked.out_tick])
+        until = gap.before_op
+        if gap.is_last and gap.value in gone_since:  # it stays away
+            until = max(first, gone_since[gap.value])
+        elif gap.is_last:
+            until = (
+                ops[known[gap.value].first_unpack] if gap.value in known else problem.trace.values[gap.value].death
+            )
+        if first < until:
+            change[first] -= gap.nbytes
+            change[until] += gap.nbytes
+    for value, first in gone_since.items():
+        until = ops[wanted[value]]
+        if first < until:
+            change[first] -= known[value].nbytes
+            change[until] += known[value].nbytes
+    levels = levels + np.cumsum(change)[: len(levels)]
+    for item in dropped:
+        levels[ops[wanted[item.value]]] += _rise(problem, item.value)
+    return levels
+
+
+def _landings(plan: Plan) -> dict[tuple[int, int], int]:
+    """For each copy out, by value and tick, the first op that starts when it is done in a plain step."""
+    problem = plan.problem
+    leaving = [(item.out_tick, item.value) for item in plan.offloads]
+    leaving += [(item.out_tick, item.value) for item in plan.parks if not item.remade]
+    landed: dict[tuple[int, int], int] = {}
+    lane_free = 0.0
+    for tick, value in sorted(leaving):
+        nbytes = problem.trace.values[value].nbytes
+        lane_free = max(lane_free, problem.tick_time(tick)) + problem.hardware.copy_out_seconds(nbytes)
+        landed[value, tick] = bisect_left(problem.op_times, lane_free)
+    return landed
+
+
+def _rise(problem: Problem, value: int) -> int:
+    """What a burst needs besides the value that it makes, in bytes."""
+    recipe = problem.recipes.find(value)
+    assert recipe is not None, "only what has a recipe is dropped"
+    rises = zip(recipe.ops, recipe.held, recipe.born, strict=True)
+    most = max(held + born + problem.trace.ops[op].workspace_bytes for op, held, born in rises)
+    return max(0, most - problem.trace.values[value].nbytes)

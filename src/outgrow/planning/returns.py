@@ -1,0 +1,107 @@
+"""When the copies back of a plan start, all of them together: one lane brings saved values, skips and training state.
+
+Each kind planned for itself would find the lane taken by the others just when it is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outgrow.planning.levels import levels_on_demand
+from outgrow.planning.parks import gap_of
+from outgrow.planning.plan import Plan
+from outgrow.planning.prefetch import CAUTION, LEAD_SHARE, wanted_first
+from outgrow.planning.problem import Problem
+
+_ON_DEMAND = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy back: of an offloaded value, or of one that was parked at tick `parked` (-1 if it was not).
+
+    It can start at tick `earliest`, and is wanted at tick `wanted` (the number of ticks: after all of them), by `op`.
+    """
+
+    value: int
+    nbytes: int
+    parked: int
+    earliest: int
+    wanted: int
+    op: int
+
+
+def in_turn(plan: Plan) -> Plan:
+    """The plan with copies back that come one after the other, as late as they can, but not before there is room.
+
+    Planned from the end of the step to its beginning: of those that may come last, the one that has no room before
+    comes last. So what is due at the end (training state that left for the backward pass) comes in between, where
+    there is room, and what finds room at the last moment only has the lane for itself then.
+    """
+    problem = plan.problem
+    room = problem.budget_bytes - levels_on_demand(plan)
+    lead = LEAD_SHARE * problem.op_times[-1]
+    waiting = sorted(_copies(plan), key=lambda copy: copy.op)
+    may_be_last: list[tuple[int, int, _Copy]] = []
+    starts: dict[tuple[int, int], int] = {}
+    lane_free = float("inf")
+    while waiting or may_be_last:
+        while waiting and (not may_be_last or problem.op_times[waiting[-1].op] >= lane_free):
+            copy = waiting.pop()
+            heappush(may_be_last, (-_first_room(problem, room, copy), len(waiting), copy))
+        copy = heappop(may_be_last)[-1]
+        first = _first_room(problem, room, copy)  # others have been given room meanwhile
+        if first >= copy.wanted:
+            continue
+        finish = min(problem.op_times[copy.op] - lead, lane_free)
+        lane_free = finish - CAUTION * problem.hardware.copy_in_seconds(copy.nbytes)
+        start = max(first, min(problem.last_tick_before(lane_free), copy.wanted - 1))
+        starts[copy.value, copy.parked] = start
+        room[problem.tick_ops[start] : copy.op] -= copy.nbytes
+        lane_free = min(finish, problem.tick_time(start))
+    return replace(
+        plan,
+        offloads=tuple(
+            replace(item, in_tick=starts.get((item.value, _ON_DEMAND), _ON_DEMAND)) for item in plan.offloads
+        ),
+        parks=tuple(
+            replace(item, in_tick=starts.get((item.value, item.out_tick), _ON_DEMAND)) for item in plan.parks
+        ),
+    )
+
+
+def _first_room(problem: Problem, room: NDArray[np.int64], copy: _Copy) -> int:
+    """The first tick from which on there is room for a copy until it is wanted."""
+    begin = problem.tick_ops[copy.earliest]
+    full = np.flatnonzero(room[begin : copy.op] < copy.nbytes)
+    return max(copy.earliest, problem.first_tick_at(begin + int(full[-1]) + 1)) if len(full) else copy.earliest
+
+
+def _copies(plan: Plan) -> Iterator[_Copy]:
+    """All copies back of a plan."""
+    problem = plan.problem
+    known = problem.candidates_by_value
+    offloaded = [known[item.value] for item in plan.offloads]
+    dropped = [known[item.value] for item in plan.recomputes]
+    wanted = wanted_first(problem, offloaded, dropped)
+    for item in offloaded:
+        tick = wanted[item.value]
+        yield _Copy(item.value, item.nbytes, _ON_DEMAND, item.last_pack, tick, problem.tick_ops[tick])
+    moved = {item.value for item in (*offloaded, *dropped)}
+    for parked in plan.parks:
+        gap = gap_of(problem, parked)
+        if gap is None or parked.remade:
+            continue
+        tick, op = problem.first_tick_at(gap.before_op), gap.before_op
+        if gap.is_last:  # the program uses it no more, but autograd may want it
+            saved = known.get(gap.value)
+            if saved is None or gap.value in moved:
+                continue
+            tick, op = saved.first_unpack, problem.tick_ops[saved.first_unpack]
+        if parked.out_tick + 1 < tick:
+            yield _Copy(gap.value, gap.nbytes, parked.out_tick, parked.out_tick + 1, tick, op)
