@@ -7,6 +7,7 @@ land when their lane allows in a plain step, and recipes run on top of what is t
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +75,18 @@ def levels_on_demand(plan: Plan) -> NDArray[np.int64]:
     for item in dropped:
         levels[ops[wanted[item.value]]] += _rise(problem, item.value)
     return levels
+
+
+def error_of_levels(plan: Plan) -> NDArray[np.int64]:
+    """What a walk finds on top of these levels. It is nearly the same for plans that differ a little."""
+    on_demand = replace(
+        plan,
+        problem=plan.problem.with_budget(BOUNDLESS),
+        offloads=tuple(replace(item, in_tick=-1) for item in plan.offloads),
+        parks=tuple(replace(item, in_tick=-1) for item in plan.parks),
+        evicts=False,
+    )
+    return np.asarray(on_demand.simulate().curve, dtype=np.int64) - levels_on_demand(plan)
 
 
 def _landings(plan: Plan) -> dict[tuple[int, int], int]:

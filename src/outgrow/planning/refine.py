@@ -13,6 +13,7 @@ from itertools import chain, islice
 from random import Random
 from typing import TypeVar
 
+from outgrow.planning.levels import error_of_levels
 from outgrow.planning.parks import Gap, gaps, park
 from outgrow.planning.plan import Plan
 from outgrow.planning.prefetch import dropped_early, may_be_dropped, with_prefetch
@@ -41,10 +42,10 @@ def refined(plan: Plan, tries: int, shuffled: Random | None = None) -> Plan:
     search = _Search(best)
     left = tries
     while left > 0:
-        changes = search.changes(best)
+        changes, error = search.changes(best), error_of_levels(best)
         for other in islice(chain.from_iterable(changes) if shuffled is None else _mixed(changes, shuffled), left):
             left -= 1
-            changed = in_turn(other)
+            changed = in_turn(other, error)
             if changed.simulate_within(best.simulate().step_seconds) is not None and _rank(changed) < _rank(best):
                 best = changed
                 break
@@ -144,8 +145,15 @@ class _Search:
         yield from (self._with_room(plan, op, excess) for op, excess in self._in_the_way(plan, wait))
         yield self._without_copy(plan, wait.value)
         yield self._staying(plan, wait)
-        for value in self._coming_before(plan, wait):
-            yield self._without_copy(plan, value)
+        before = list(self._coming_before(plan, wait))
+        yield from (self._without_copy(plan, value) for value in before)
+        yield from (self._with_room_for(plan, wait, self._without_copy(plan, value)) for value in before)
+
+    def _with_room_for(self, plan: Plan, wait: Wait, changed: Iterator[Plan]) -> Iterator[Plan]:
+        """What has changed already for a copy back to start earlier, and something else is out of its way."""
+        ways = self._in_the_way(plan, wait)
+        for other in changed:
+            yield from chain.from_iterable(islice(self._with_room(other, op, excess), _ROOMS) for op, excess in ways)
 
     def _in_the_way(self, plan: Plan, wait: Wait) -> list[tuple[int, int]]:
         """The ops without room for a copy back that starts earlier, and how many bytes are missing there."""

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from outgrow.planning.levels import levels_on_demand
+from outgrow.planning.levels import error_of_levels, levels_on_demand
 from outgrow.planning.parks import gap_of
 from outgrow.planning.plan import Plan
 from outgrow.planning.prefetch import CAUTION, LEAD_SHARE, wanted_first
@@ -36,15 +36,17 @@ class _Copy:
     op: int
 
 
-def in_turn(plan: Plan) -> Plan:
+def in_turn(plan: Plan, error: NDArray[np.int64] | None = None) -> Plan:
     """The plan with copies back that come one after the other, as late as they can, but not before there is room.
 
     Planned from the end of the step to its beginning: of those that may come last, the one that has no room before
     comes last. So what is due at the end (training state that left for the backward pass) comes in between, where
-    there is room, and what finds room at the last moment only has the lane for itself then.
+    there is room, and what finds room at the last moment only has the lane for itself then. `error` is what levels
+    without a walk are off by, in bytes by op, where that is known.
     """
     problem = plan.problem
-    room = problem.budget_bytes - levels_on_demand(plan)
+    levels = levels_on_demand(plan) + (error_of_levels(plan) if error is None else error)
+    room = problem.budget_bytes - levels
     lead = LEAD_SHARE * problem.op_times[-1]
     waiting = sorted(_copies(plan), key=lambda copy: copy.op)
     may_be_last: list[tuple[int, int, _Copy]] = []

@@ -36,14 +36,12 @@ _NEAR = 1.003
 # Parks are costly: only what would not fit into such a share of the budget otherwise is parked. Where there are any,
 # the other shares are tried as well: more parks leave copies more room.
 _PARKED_SHARES = (0.97, 0.94, 0.9)
-# Where the device waits for more than this share of the step, the local search has a try. It goes on while a round of
-# so many changes, or fewer for long traces, by their ops, makes the step shorter by such a share.
-_REFINED_STALL = 0.01
-_CHANGES, _CHANGES_ALL = 180, 400_000
+# Where the device waits for more than this share of the step, or the step is further than that from the optimum of
+# any program, the local search has a try: so many changes in a round, or fewer for long traces, by their ops. It goes
+# on with the last plan while a round makes the step shorter by such a share.
+_REFINED_STALL, _GOOD = 0.01, 1.01
+_CHANGES, _CHANGES_ALL = 240, 400_000
 _REFINED_GAIN = 1e-3
-_MOST_ROUNDS = 8
-# Of the plans that it has improved, one in so many is improved further.
-_REFINED_FURTHER = 3
 # A share below this is a rounding error of the solver's.
 _LEAST_SHARE = 0.01
 # How long a trace may be, for one more program, one more choice of parks, and one more simulation of a plan that
@@ -68,12 +66,11 @@ class Auto:
         if not frame.parks and frame.simulate().feasible:  # reuse is enough, and costs nothing
             return _own(frame)
         others = (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), SuperNeurons(), Layrub(), AccUDNN(), Checkpoint())
-        programmed = list(chain.from_iterable(map(_programmed, (frame, *roomier))))
+        programs = list(chain.from_iterable(map(_programs, (frame, *roomier))))
+        programmed = [program.plan for program in programs]
         best = min([*programmed, *(policy.plan(problem) for policy in others)], key=_rank)
-        prediction = best.simulate()
-        if not prediction.feasible or prediction.stall_seconds < _REFINED_STALL * prediction.step_seconds:
-            return _own(best)
-        return _refined([best, *(plan for plan in programmed if plan is not best)])
+        starts = [best, *(plan for plan in programmed if plan is not best)]
+        return _refined([_own(plan) for plan in starts], min(program.optimum_seconds for program in programs))
 
 
 def _frames(problem: Problem) -> list[Plan]:
@@ -91,38 +88,53 @@ def _frames(problem: Problem) -> list[Plan]:
     return frames
 
 
-def _refined(starts: Sequence[Plan]) -> Plan:
-    """The best plan near any of these: which start is the best shows only on the way.
+def _refined(starts: Sequence[Plan], optimum_seconds: float) -> Plan:
+    """The best plan near any of these, the first of which is the best so far: which one is shows only on the way.
 
-    By successive halving, with the best third in place of the best half: Jamieson and Talwalkar, "Non-stochastic
-    best arm identification and hyperparameter optimization" (2016).
+    By successive halving: Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
+    optimization" (2016).
     """
-    plans = sorted((_own(plan) for plan in starts if plan.simulate().feasible), key=_rank)
+    plans = [plan for plan in starts if plan.simulate().feasible] or list(starts[:1])
     changes = min(_CHANGES, _CHANGES_ALL // max(1, len(plans[0].problem.trace.ops)))
     shuffled = None
-    for _ in range(_MOST_ROUNDS):
+    while plans[0].simulate().feasible and not _is_good(plans[0], optimum_seconds):
         before = plans[0].simulate().step_seconds
         tries = max(1, changes // len(plans))
+        was_last = len(plans) == 1
         plans = sorted((refined(plan, tries, shuffled) for plan in plans), key=_rank)
-        if shuffled is not None and plans[0].simulate().step_seconds > (1 - _REFINED_GAIN) * before:
+        if was_last and plans[0].simulate().step_seconds > (1 - _REFINED_GAIN) * before:
             break
-        plans = plans[: max(1, len(plans) // _REFINED_FURTHER)]
+        plans = plans[: (len(plans) + 1) // 2]
         shuffled = Random(0)
     return plans[0]
 
 
-def _programmed(frame: Plan) -> Iterator[Plan]:
-    """Plans that the linear program gives: with chains of recipes, which help as a whole only, and without."""
+def _is_good(plan: Plan, optimum_seconds: float) -> bool:
+    prediction = plan.simulate()
+    is_near = prediction.step_seconds <= _GOOD * optimum_seconds
+    return is_near and prediction.stall_seconds < _REFINED_STALL * prediction.step_seconds
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A plan that the linear program gives, and the step's time at the program's own optimum, in seconds."""
+
+    plan: Plan
+    optimum_seconds: float
+
+
+def _programs(frame: Plan) -> Iterator[_Program]:
+    """With chains of recipes, which help as a whole only, and without."""
     problem = frame.problem
     levels = levels_where_nothing_moves(frame).tolist()
     absences = beside_parks(problem, frame.parks)
     for chains in (True, False)[: max(1, _TRIED_OPS // max(1, len(problem.trace.ops)))]:
         shares = Relaxation(problem, levels, absences, chains=chains).solve()
         choice = _rounded(problem, shares)
-        plan = _with_less(frame, choice, choice.plan(frame))
-        yield plan
-        goal = problem.op_times[-1] + shares.seconds
-        if not frame.parks and plan.simulate().feasible and plan.simulate().step_seconds <= goal * _NEAR:
+        found = _Program(_with_less(frame, choice, choice.plan(frame)), problem.op_times[-1] + shares.seconds)
+        yield found
+        prediction = found.plan.simulate()
+        if not frame.parks and prediction.feasible and prediction.step_seconds <= _NEAR * found.optimum_seconds:
             break
 
 
