@@ -24,7 +24,7 @@ from outgrow.planning.policies.checkpoint import Checkpoint
 from outgrow.planning.policies.layrub import Layrub
 from outgrow.planning.policies.superneurons import SuperNeurons
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
-from outgrow.planning.prefetch import dropped_early, with_prefetch
+from outgrow.planning.prefetch import CAUTION, dropped_early, with_prefetch
 from outgrow.planning.problem import Candidate, Problem
 from outgrow.planning.refine import refined
 from outgrow.planning.relaxation import Relaxation, Shares
@@ -36,6 +36,8 @@ _NEAR = 1.003
 # Parks are costly: only what would not fit into such a share of the budget otherwise is parked. Where there are any,
 # the other shares are tried as well: more parks leave copies more room.
 _PARKED_SHARES = (0.97, 0.94, 0.9)
+# Where the device waits for more than this share of the step, other orders of copies back are tried.
+_LEAST_STALL = 0.002
 # Where the device waits for more than this share of the step, or the step is further than that from the optimum of
 # any program, the local search has a try: so many changes in a round, or fewer for long traces, by their ops. It goes
 # on with the last plan while a round makes the step shorter by such a share.
@@ -147,10 +149,19 @@ class _Choice:
     in_part: tuple[Candidate, ...]
 
     def plan(self, frame: Plan) -> Plan:
+        """Copies back in turn; or, where the device would wait, in the order in which they are wanted if that helps."""
+        usual, hasty = (self._in_order(frame, caution) for caution in (CAUTION, 1.0))
+        plan = in_turn(usual)
+        prediction = plan.simulate()
+        if prediction.feasible and prediction.stall_seconds <= _LEAST_STALL * prediction.step_seconds:
+            return plan
+        return min((plan, usual, hasty), key=_rank)
+
+    def _in_order(self, frame: Plan, caution: float) -> Plan:
         problem = frame.problem
-        copies = with_prefetch(problem, self.offloaded, self.dropped)
+        copies = with_prefetch(problem, self.offloaded, self.dropped, caution=caution)
         drops = dropped_early(problem, self.dropped)
-        return in_turn(make_plan("auto", problem, copies, drops, parks=frame.parks, reuses=frame.reuses))
+        return make_plan("auto", problem, copies, drops, parks=frame.parks, reuses=frame.reuses)
 
     def without(self, item: Candidate) -> _Choice:
         return _Choice(
