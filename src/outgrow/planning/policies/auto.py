@@ -149,7 +149,7 @@ class _Choice:
     in_part: tuple[Candidate, ...]
 
     def plan(self, frame: Plan) -> Plan:
-        """Copies back in turn; or, where the device would wait, in the order in which they are wanted if that helps."""
+        """Copies back in turn; or in the order in which they are wanted, where the device would wait less."""
         usual, hasty = (self._in_order(frame, caution) for caution in (CAUTION, 1.0))
         plan = in_turn(usual)
         prediction = plan.simulate()
