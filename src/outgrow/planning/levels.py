@@ -79,6 +79,11 @@ def levels_on_demand(plan: Plan) -> NDArray[np.int64]:
 
 def error_of_levels(plan: Plan) -> NDArray[np.int64]:
     """What a walk finds on top of these levels. It is nearly the same for plans that differ a little."""
+    return walked_levels(plan) - levels_on_demand(plan)
+
+
+def walked_levels(plan: Plan) -> NDArray[np.int64]:
+    """These levels as a walk finds them."""
     on_demand = replace(
         plan,
         problem=plan.problem.with_budget(BOUNDLESS),
@@ -86,7 +91,7 @@ def error_of_levels(plan: Plan) -> NDArray[np.int64]:
         parks=tuple(replace(item, in_tick=-1) for item in plan.parks),
         evicts=False,
     )
-    return np.asarray(on_demand.simulate().curve, dtype=np.int64) - levels_on_demand(plan)
+    return np.asarray(on_demand.simulate().curve, dtype=np.int64)
 
 
 def _landings(plan: Plan) -> dict[tuple[int, int], int]:

@@ -2,7 +2,7 @@
 
 Just above the least budget most of what a linear program cannot see decides: a value's memory is there as a whole or
 not at all, and copies come one after the other. The simulator sees both, and says where the device waits and for
-what. A copy back that starts earlier, and something else out of its way, is what usually helps.
+what. Something else that leaves, so that there is room for a copy back in time, is what usually helps.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from outgrow.planning.levels import error_of_levels, levels_on_demand
+from outgrow.planning.levels import levels_on_demand, walked_levels
 from outgrow.planning.parks import gap_of
 from outgrow.planning.plan import Plan
 from outgrow.planning.prefetch import CAUTION, LEAD_SHARE, wanted_first
@@ -45,7 +45,7 @@ def in_turn(plan: Plan, error: NDArray[np.int64] | None = None) -> Plan:
     without a walk are off by, in bytes by op, where that is known.
     """
     problem = plan.problem
-    levels = levels_on_demand(plan) + (error_of_levels(plan) if error is None else error)
+    levels = walked_levels(plan) if error is None else levels_on_demand(plan) + error
     room = problem.budget_bytes - levels
     lead = LEAD_SHARE * problem.op_times[-1]
     waiting = sorted(_copies(plan), key=lambda copy: copy.op)
