@@ -53,27 +53,25 @@ def before_first_uses(problem: Problem) -> list[Absence]:
 def beside_parks(problem: Problem, parks: Iterable[Park]) -> list[Absence]:
     """The absences of what is parked, and besides those of saved values until they are first wanted."""
     found: list[Absence] = []
-    unused: dict[int, Gap] = {}
+    unused: dict[int, Absence] = {}
     for item in parks:
         gap = gap_of(problem, item)
         if gap is None or item.remade:
             continue
+        parked = replace(_parked(problem, gap, problem.tick_ops[item.out_tick]), is_certain=True)
         if gap.is_last:
-            unused[gap.value] = gap
+            unused[gap.value] = replace(parked, is_one_way=True)
         else:
-            found.append(replace(_parked(problem, gap, problem.tick_ops[item.out_tick]), is_certain=True))
+            found.append(parked)
     for absence in before_first_uses(problem):
-        gap = unused.pop(absence.value, None)
-        if gap is None:
-            found.append(absence)
-            continue
+        last = unused.pop(absence.value, None)
         # What is parked when the program uses it no more stays away until autograd wants it.
-        first = problem.tick_ops[problem.first_tick_at(gap.after_op + 1)]
-        found.append(replace(absence, leaves=first, dropped=first, anew_seconds=None, is_certain=True))
-    for gap in unused.values():
-        first = problem.tick_ops[problem.first_tick_at(gap.after_op + 1)]
-        found.append(replace(_parked(problem, gap, first), is_one_way=True, is_certain=True))
-    return found
+        found.append(
+            absence
+            if last is None
+            else replace(absence, leaves=last.leaves, dropped=last.leaves, anew_seconds=None, is_certain=True)
+        )
+    return [*found, *unused.values()]
 
 
 def all_absences(problem: Problem) -> list[Absence]:
