@@ -50,7 +50,7 @@ class Shares:
 
 
 class Relaxation:
-    """The program of one problem; it can be solved again for tighter budgets."""
+    """The program of one problem."""
 
     def __init__(
         self,
@@ -77,18 +77,14 @@ class Relaxation:
         self._optimistic = optimistic
         self._chains = chains
         self._items = [item for item in absences if item.leaves < item.wanted]
-        self._solved: dict[bytes, Shares] = {}  # by the excess over the budgets: some are asked for twice
         self._moments = Moments(problem, self._items, curve, optimistic=optimistic, fine=fine)
 
-    def solve(self, budgets: Sequence[float] | None = None) -> Shares:
-        """The cheapest shares. `budgets`: the bytes that may be alive at each op; the problem's if left out."""
-        excess = self._excess(budgets)
+    def solve(self) -> Shares:
+        """The cheapest shares."""
+        excess = self._excess()
         if not self._items:
             return Shares({}, {}, 0.0 if excess.max() <= 0 else float("inf"))
-        key = excess.tobytes()
-        if key not in self._solved:
-            self._solved[key] = self._shares(excess)
-        return self._solved[key]
+        return self._shares(excess)
 
     def _shares(self, excess: NDArray[np.float64]) -> Shares:
         columns = self._program[1]
@@ -166,12 +162,9 @@ class Relaxation:
         found = float(relaxed.fun)
         return max(found, float(proved)) if proved is not None and isfinite(proved) else found
 
-    def _excess(self, budgets: Sequence[float] | None = None) -> NDArray[np.float64]:
+    def _excess(self) -> NDArray[np.float64]:
         """How far the plain step is over the budget, at the worst op of each moment."""
-        limit = np.full(len(self._moments.curve), float(self._problem.budget_bytes))
-        if budgets is not None:
-            limit = np.minimum(limit, np.asarray(budgets, dtype=np.float64))
-        return self._moments.excess(limit)
+        return self._moments.excess(np.full(len(self._moments.curve), float(self._problem.budget_bytes)))
 
     @cached_property
     def _arrays(self) -> tuple[NDArray[np.float64], csr_array, NDArray[np.float64]]:
