@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import outgrow
 from outgrow.networks import find
-from outgrow.planning.absences import beside_parks
+from outgrow.planning.absences import before_first_uses, beside_parks
 from outgrow.planning.bound import least_step_seconds
 from outgrow.planning.levels import levels_on_demand
 from outgrow.planning.parks import parks_for
@@ -308,6 +308,28 @@ def test_copies_back_come_one_after_the_other_before_any_of_them_is_wanted() -> 
     assert plan.simulate().stall_seconds < late.simulate().stall_seconds
 
 
+@pytest.mark.parametrize("wanted", [(8, 9), (9, 8)])
+def test_of_copies_back_at_one_tick_what_is_wanted_first_comes_first(wanted: tuple[int, int]) -> None:
+    maps = [Map(0, 1, wanted[0]), Map(1, 2, wanted[1])]
+    copy = NO_LATENCY.copy_in_seconds(MAP_BYTES)
+    trace = trace_of_maps([*maps, Map(2, 3, 6)], [copy] * 6 + [0.5 * copy] * 4, {4: 2 * MAP_BYTES})
+    problem = Problem(trace, NO_LATENCY, 4 * MAP_BYTES)
+    plan = make_plan("by hand", problem, tuple(Offload(value, value, -1, 3, 0) for value in (0, 1)), evicts=False)
+    waits = plan.simulate().waits
+    assert [wait.op for wait in waits] == [9]
+    assert sum(wait.seconds for wait in waits) == pytest.approx(0.5 * copy)
+
+
+def test_copies_back_may_follow_each_other_while_one_op_runs() -> None:
+    """Their lane is not idle because the clock has no tick meanwhile."""
+    copy = NO_LATENCY.copy_in_seconds(MAP_BYTES)
+    maps = [Map(0, 1, 9), Map(1, 2, 8), Map(2, 3, 4)]
+    trace = trace_of_maps(maps, [1e-6] * 4 + [10 * copy] * 3 + [1e-6] * 3, {})
+    problem = Problem(trace, NO_LATENCY, 6 * MAP_BYTES)
+    plan = in_turn(make_plan("some", problem, with_prefetch(problem, problem.candidates[:2]), evicts=False))
+    assert {item.in_tick for item in plan.offloads} == {3}  # the last one before both are wanted
+
+
 def test_what_has_no_room_before_the_last_moment_comes_last() -> None:
     """Two are wanted at the end; one of them finds room at any time, and leaves the lane to the other then."""
     copy = NO_LATENCY.copy_in_seconds(MAP_BYTES)
@@ -378,3 +400,27 @@ def test_the_program_knows_that_parked_values_need_the_lane() -> None:
     shares = Relaxation(problem, levels, beside_parks(problem, parks)).solve()
     moved = sum(item.nbytes for item in certain) * 2
     assert shares.seconds >= 0.5 * problem.hardware.copying_costs(moved)
+
+
+def test_the_program_knows_that_what_has_no_room_until_it_is_wanted_is_waited_for() -> None:
+    copy = NO_LATENCY.copy_in_seconds(MAP_BYTES)
+    trace = trace_of_maps([Map(0, 1, 6), Map(2, 3, 4)], [10 * copy] * 7, {5: 4 * MAP_BYTES})
+    problem = Problem(trace, NO_LATENCY, int(4.5 * MAP_BYTES))
+    levels = make_plan("keep", problem.with_budget(1 << 60), (), evicts=False).simulate().curve
+    shares = Relaxation(problem, levels, before_first_uses(problem)).solve()
+    assert shares.offloaded[0] == pytest.approx(1.0)
+    assert shares.seconds == pytest.approx(copy)
+
+
+def test_the_program_may_make_anew_what_the_program_holds_and_a_park_sends_away() -> None:
+    """Its copy out is needed, its copy back is not."""
+    copy = CPU_AND_DISK.copy_in_seconds(MAP_BYTES)
+    maps = [Map(0, 9, 9), Map(1, 5, 7, made_from=(0,)), Map(4, 5, 6, made_from=(0,))]
+    seconds = [10 * copy, 1e-6, *[10 * copy] * 4, *[1e-6] * 4]
+    trace = trace_of_maps(maps, seconds, {4: 4 * MAP_BYTES, 6: 4 * MAP_BYTES})
+    problem = Problem(trace, CPU_AND_DISK, int(6.5 * MAP_BYTES))
+    parks = parks_for(problem, problem.budget_bytes)
+    assert [item.value for item in parks] == [1]
+    levels = make_plan("keep", problem.with_budget(1 << 60), (), evicts=False).simulate().curve
+    shares = Relaxation(problem, levels, beside_parks(problem, parks)).solve()
+    assert shares.recomputed[1] == pytest.approx(1.0)

@@ -28,7 +28,7 @@ class Absence:
         shares_copy: whether a copy out serves all such absences of the value.
         is_one_way: whether it is only ever copied out: a saved value that the program holds, but uses no more, and
             that is made anew when autograd wants it; or one that nobody wants any more.
-        is_certain: whether it is away, come what may.
+        is_certain: whether it is away, come what may; of one that is copied out only, where its value is made anew.
     """
 
     value: int
@@ -58,20 +58,24 @@ def beside_parks(problem: Problem, parks: Iterable[Park]) -> list[Absence]:
         gap = gap_of(problem, item)
         if gap is None or item.remade:
             continue
-        parked = replace(_parked(problem, gap, problem.tick_ops[item.out_tick]), is_certain=True)
+        parked = replace(_parked(problem, gap, problem.tick_ops[item.out_tick]), anew_seconds=None, is_certain=True)
         if gap.is_last:
             unused[gap.value] = replace(parked, is_one_way=True)
         else:
             found.append(parked)
     for absence in before_first_uses(problem):
         last = unused.pop(absence.value, None)
-        # What is parked when the program uses it no more stays away until autograd wants it.
-        found.append(
-            absence
-            if last is None
-            else replace(absence, leaves=last.leaves, dropped=last.leaves, anew_seconds=None, is_certain=True)
-        )
+        found += [absence] if last is None else _parked_for_good(absence, last.leaves)
     return [*found, *unused.values()]
+
+
+def _parked_for_good(main: Absence, unused: int) -> Iterator[Absence]:
+    """What is parked when the program uses it no more stays away until autograd wants it, or is made anew then."""
+    if main.anew_seconds is not None and unused < main.dropped < main.wanted:
+        yield replace(_copied_and_made_anew(main, unused), is_certain=True)
+    else:
+        main = replace(main, dropped=unused, anew_seconds=None)
+    yield replace(main, leaves=unused, is_certain=True)
 
 
 def all_absences(problem: Problem) -> list[Absence]:

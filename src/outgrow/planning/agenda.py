@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Set
 
+from outgrow.planning.parks import gap_of
 from outgrow.planning.plan import Plan
+from outgrow.planning.prefetch import wanted_first
 from outgrow.planning.problem import Problem, reading
 from outgrow.planning.reuse import overwritten
+
+_BACK = ("in", "unpark")
 
 
 def actions_of(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
     """What the plan does at each tick, with which value, and where that has its place in the spill file, in bytes.
 
-    Values "drop", go "out", are waited for ("release"), come back "in", "park" and "unpark".
+    Values "drop", go "out", are waited for ("release"), come back "in", "park" and "unpark". Of those that come
+    back at one tick, what is wanted first comes first.
     """
     table: dict[int, list[tuple[str, int, int]]] = {}
     for dropped in plan.recomputes:
@@ -30,7 +35,25 @@ def actions_of(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
         table.setdefault(parked.out_tick, []).append(("park", parked.value, parked.offset))
         if parked.in_tick >= 0:
             table.setdefault(parked.in_tick, []).append(("unpark", parked.value, parked.offset))
+    crowded = [actions for actions in table.values() if sum(kind in _BACK for kind, _, _ in actions) > 1]
+    if crowded:
+        wanted = _wanted_back(plan)
+        for actions in crowded:
+            actions.sort(key=lambda action: wanted.get(action[:2], -1))
     return table
+
+
+def _wanted_back(plan: Plan) -> dict[tuple[str, int], int]:
+    """The op that wants each copy back first, by kind of action and value."""
+    problem = plan.problem
+    ops, known = problem.tick_ops, problem.candidates_by_value
+    offloaded = [known[item.value] for item in plan.offloads]
+    ticks = wanted_first(problem, offloaded, [known[item.value] for item in plan.recomputes])
+    wanted = {("in", item.value): ops[ticks[item.value]] for item in offloaded}
+    for gap in filter(None, (gap_of(problem, item) for item in plan.parks)):
+        is_saved = gap.is_last and gap.value in known  # the program uses it no more, but autograd wants it
+        wanted["unpark", gap.value] = ops[known[gap.value].first_unpack] if is_saved else gap.before_op
+    return wanted
 
 
 @reading

@@ -240,8 +240,9 @@ class _Search:
                 yield replace(plan, offloads=tuple(moved))
 
     def _offloading_for(self, plan: Plan, value: int, op: int) -> Iterator[Plan]:
-        """Something else that is there at `op` leaves in the place of `value`."""
+        """A copy out less: the value is made anew, or something else that is there at `op` leaves in its place."""
         for without in self._without_copy(plan, value):
+            yield without
             yield from islice(self._with_room(without, op, self._problem.trace.values[value].nbytes), _ROOMS)
 
     def _with_room(self, plan: Plan, op: int, missing_bytes: int) -> Iterator[Plan]:

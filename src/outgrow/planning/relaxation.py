@@ -26,7 +26,7 @@ from outgrow.planning.absences import Absence
 from outgrow.planning.columns import UNIT, Columns, Rows, Terms
 from outgrow.planning.moments import Moments
 from outgrow.planning.problem import Problem
-from outgrow.planning.tightening import add_covers, add_own_copies, add_whole_copies
+from outgrow.planning.tightening import add_covers, add_own_copies, add_returns, add_whole_copies
 
 # How many values a branch and bound takes to be whole, and how far from the optimum it may stop.
 _WHOLE_VALUES, _WHOLE_GAP = 6, 1e-3
@@ -198,12 +198,13 @@ class Relaxation:
             if index in self._moments.ousted:
                 rows.at_least(1.0, shares)
             item = self._items[index]
-            if item.is_certain:
-                if self._has_time(item):
-                    rows.at_least(1.0, [(offloaded, 1.0)])
-            elif item.is_one_way:
+            if item.is_one_way and item.value in self._places:
                 made_anew = columns.recomputed[self._places[item.value]]
                 rows.at_most(0.0, [(offloaded, 1.0), (made_anew, -1.0)])
+                if item.is_certain:
+                    rows.at_least(0.0, [(offloaded, 1.0), (made_anew, -1.0)])
+            elif item.is_certain and self._has_time(item):
+                rows.at_least(1.0, shares)
         self._add_shared_copies(rows, columns)
         self._add_sources(rows, columns, edges)
         self._add_levels(rows, columns, edges)
@@ -221,12 +222,14 @@ class Relaxation:
 
     @cached_property
     def _cuts(self) -> tuple[csr_array, NDArray[np.float64]]:
-        """Rows that tighten the program of a lower bound, and their limits."""
+        """Rows that tighten the program, and their limits."""
         rows, columns = Rows(), self._program[1]
         if self._optimistic:
             add_whole_copies(rows, columns, self._moments)
             add_own_copies(rows, columns, self._moments)
             add_covers(rows, columns, self._moments)
+        else:
+            add_returns(rows, columns, self._moments)
         return rows.matrix(columns.count), np.asarray(rows.limits)
 
     @cached_property

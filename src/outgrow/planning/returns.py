@@ -65,7 +65,7 @@ def in_turn(plan: Plan, error: NDArray[np.int64] | None = None) -> Plan:
         start = max(first, min(problem.last_tick_before(lane_free), copy.wanted - 1))
         starts[copy.value, copy.parked] = start
         room[problem.tick_ops[start] : copy.op] -= copy.nbytes
-        lane_free = min(finish, problem.tick_time(start))
+        lane_free = min(finish, max(lane_free, problem.tick_time(start)))
     return replace(
         plan,
         offloads=tuple(

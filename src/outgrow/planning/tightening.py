@@ -1,7 +1,8 @@
-"""Rows by which the lower bound knows that a value's memory is there as a whole or not at all.
+"""Rows by which the program knows that a value's memory is there as a whole or not at all.
 
 The program is a relaxation: without these, halves of large values would leave and come back in time where a whole one
-cannot. None of them forbids anything that a plan can do.
+cannot. None of those for the lower bound forbids anything that a plan can do; `add_returns` is for plans, and takes
+times as they are rounded for those.
 """
 
 from __future__ import annotations
@@ -64,6 +65,20 @@ def add_own_copies(rows: Rows, columns: Columns, moments: Moments) -> None:
                 since = min(since, first)
                 gone = [(columns.gone[now], 1.0), (columns.held[now], -1.0)]
                 rows.at_most(out * seconds, [*gone, *young, *extra])
+
+
+def add_returns(rows: Rows, columns: Columns, moments: Moments) -> None:
+    """What has no room at some op comes back after it, and nothing else does meanwhile."""
+    items, times, (_, into) = moments.items, moments.problem.op_times, _speeds(moments)
+    for now in sorted({last for _, last in moments.ousted.values()}):
+        gone = [index for index, (_, last) in moments.ousted.items() if last >= now]
+        for until in sorted({moments.end(items[index].wanted) for index in gone}):
+            soon = [index for index in gone if moments.end(items[index].wanted) <= until]
+            copies = [(columns.offloaded[index], items[index].nbytes / UNIT) for index in soon]
+            capacity = into * (max(times[items[index].wanted] for index in soon) - times[moments.crowded[now] + 1])
+            if until - now <= _MOST_MOMENTS and sum(size for _, size in copies) > capacity:
+                waits = [term for moment in range(now + 1, until + 1) for term in columns.extra(moment, -into)]
+                rows.at_most(capacity, [*copies, *waits])
 
 
 def add_covers(rows: Rows, columns: Columns, moments: Moments) -> None:
