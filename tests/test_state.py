@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import outgrow
 import steps
 from outgrow import SpillError, TraceMismatch
+from outgrow.learning import StepKind
 from outgrow.planning.floor import least_budget
 from outgrow.planning.parks import gaps, park, parks_for, sources_of_gradient
 from outgrow.planning.plan import Plan, make_plan
@@ -346,8 +347,11 @@ def test_a_parameter_that_an_array_shares_stays(seen: Seen) -> None:
     assert np.array_equal(array, model.wide.weight.detach().numpy())
 
 
-def test_a_parameter_that_others_came_to_share_stays(seen: Seen) -> None:
+def test_a_parameter_that_others_came_to_share_stays(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan was made before there was another tensor on it, which C++ code may read."""
+    # On a slow disk a step may peak higher than predicted. Were the one with the alias recorded for that, its plan
+    # would rightly leave the parameter alone from then on.
+    monkeypatch.setattr(StepKind, "distrust", lambda _: None)
     model, session, step = trained(Lend(), 4)
     shared = session._ledger.see(model.wide.weight)
 
