@@ -28,7 +28,7 @@ from outgrow.units import format_bytes
 _SIZES: Mapping[str, tuple[int, int]] = {
     "resnet-50": (8, 160),
     "resnet-152": (4, 160),
-    "vgg-16": (16, 192),
+    "vgg-16": (8, 192),
     "googlenet": (16, 160),
     "densenet-121": (8, 160),
     "unet": (2, 160),

@@ -100,19 +100,29 @@ def predictions() -> str:
 
 
 def planning() -> str:
-    """`auto` over the lower bound, network by network."""
+    """`auto` over the lower bound, machine by machine and network by network."""
     name, figures = _files("planning.json")[0]
     rows = []
     feasible = [row for row in figures["rows"] if row["auto_feasible"]]
-    for network in dict.fromkeys(row["network"] for row in feasible):
-        ours = [row for row in feasible if row["network"] == network]
+    for machine, network in dict.fromkeys((row["machine"], row["network"]) for row in feasible):
+        ours = [row for row in feasible if (row["machine"], row["network"]) == (machine, network)]
         worst = max(ours, key=lambda row: row["auto_step_seconds"] / row["least_step_seconds"])
         ratio = worst["auto_step_seconds"] / worst["least_step_seconds"]
         longest = max(row["plan_seconds"] for row in ours)
-        rows.append((network, str(len(ours)), f"{ratio:.3f}", f"{worst['share']:.0%}", f"{longest:.1f} s"))
-    head = ("network", "budgets", "worst time over the bound", "at", "longest planning")
+        rows.append((machine, network, str(len(ours)), f"{ratio:.3f}", f"{worst['share']:.0%}", f"{longest:.1f} s"))
+    head = ("machine", "network", "budgets", "worst time over the bound", "at", "longest planning")
     command = f"```sh\npython benchmarks/planning.py --output benchmarks/results/{name}\n```"
     return f"{_table(head, rows)}\n\n{command}"
+
+
+def floors() -> str:
+    """The least budget of each network beside what a step cannot do without."""
+    _, figures = _files("planning.json")[0]
+    rows = []
+    for floor in figures["floors"]:
+        least, needed = floor["least_budget_bytes"], floor["state_bytes"] + floor["largest_working_set_bytes"]
+        rows.append((floor["network"], _mib(least), _mib(needed), f"{least / needed:.2f}"))
+    return _table(("network", "least budget", "training state and the largest working set of one op", "ratio"), rows)
 
 
 def tuning() -> str:
@@ -161,6 +171,7 @@ _TABLES: Mapping[str, Callable[[], str]] = {
     "equality": equality,
     "predictions": predictions,
     "planning": planning,
+    "floors": floors,
     "tuning": tuning,
 }
 
