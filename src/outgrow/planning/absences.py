@@ -65,17 +65,11 @@ def beside_parks(problem: Problem, parks: Iterable[Park]) -> list[Absence]:
             found.append(parked)
     for absence in before_first_uses(problem):
         last = unused.pop(absence.value, None)
-        found += [absence] if last is None else _parked_for_good(absence, last.leaves)
+        if last is not None:  # what is parked when the program uses it no more stays away until autograd wants it
+            first = last.leaves
+            absence = replace(absence, leaves=first, dropped=first, anew_seconds=None, is_certain=True)
+        found.append(absence)
     return [*found, *unused.values()]
-
-
-def _parked_for_good(main: Absence, unused: int) -> Iterator[Absence]:
-    """What is parked when the program uses it no more stays away until autograd wants it, or is made anew then."""
-    if main.anew_seconds is not None and unused < main.dropped < main.wanted:
-        yield replace(_copied_and_made_anew(main, unused), is_certain=True)
-    else:
-        main = replace(main, dropped=unused, anew_seconds=None)
-    yield replace(main, leaves=unused, is_certain=True)
 
 
 def all_absences(problem: Problem) -> list[Absence]:

@@ -35,24 +35,30 @@ def actions_of(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
         table.setdefault(parked.out_tick, []).append(("park", parked.value, parked.offset))
         if parked.in_tick >= 0:
             table.setdefault(parked.in_tick, []).append(("unpark", parked.value, parked.offset))
-    crowded = [actions for actions in table.values() if sum(kind in _BACK for kind, _, _ in actions) > 1]
+    crowded = [tick for tick, actions in table.items() if sum(kind in _BACK for kind, _, _ in actions) > 1]
     if crowded:
         wanted = _wanted_back(plan)
-        for actions in crowded:
-            actions.sort(key=lambda action: wanted.get(action[:2], -1))
+        for tick in crowded:
+            table[tick].sort(key=lambda action: wanted.get((tick, *action[:2]), -1))
     return table
 
 
-def _wanted_back(plan: Plan) -> dict[tuple[str, int], int]:
-    """The op that wants each copy back first, by kind of action and value."""
+def _wanted_back(plan: Plan) -> dict[tuple[int, str, int], int]:
+    """The op that wants each copy back first, by tick, kind of action and value; plans may move what has none."""
     problem = plan.problem
     ops, known = problem.tick_ops, problem.candidates_by_value
-    offloaded = [known[item.value] for item in plan.offloads]
-    ticks = wanted_first(problem, offloaded, [known[item.value] for item in plan.recomputes])
-    wanted = {("in", item.value): ops[ticks[item.value]] for item in offloaded}
-    for gap in filter(None, (gap_of(problem, item) for item in plan.parks)):
-        is_saved = gap.is_last and gap.value in known  # the program uses it no more, but autograd wants it
-        wanted["unpark", gap.value] = ops[known[gap.value].first_unpack] if is_saved else gap.before_op
+    offloaded = [known[item.value] for item in plan.offloads if item.value in known]
+    dropped = [known[item.value] for item in plan.recomputes if item.value in known]
+    ticks = wanted_first(problem, offloaded, dropped)
+    wanted = {
+        (item.in_tick, "in", item.value): ops[ticks[item.value]] for item in plan.offloads if item.value in ticks
+    }
+    for item in plan.parks:
+        gap = gap_of(problem, item)
+        if gap is not None:
+            is_saved = gap.is_last and gap.value in known  # the program uses it no more, but autograd wants it
+            op = ops[known[gap.value].first_unpack] if is_saved else gap.before_op
+            wanted[item.in_tick, "unpark", gap.value] = op
     return wanted
 
 

@@ -19,7 +19,7 @@ from outgrow.planning.problem import BOUNDLESS, Problem, reading
 
 
 def levels_where_nothing_moves(plan: Plan) -> NDArray[np.int64]:
-    """Live bytes at the worst moment of each op if the plan's gradients reuse memory, and else all stays."""
+    """Live bytes at the worst moment of each op if all stays but gradients that reuse memory or are made anew."""
     known = _known_levels(plan.problem)
     remade = tuple(item for item in plan.parks if item.remade)
     key = (plan.reuses, remade)
@@ -43,7 +43,7 @@ def levels_on_demand(plan: Plan) -> NDArray[np.int64]:
     offloaded = [known[item.value] for item in plan.offloads]
     dropped = [known[item.value] for item in plan.recomputes]
     wanted = wanted_first(problem, offloaded, dropped)
-    landed = _landings(plan)
+    landed = landed_ops(plan)
     levels = levels_where_nothing_moves(plan)
     change = np.zeros(len(levels) + 2, dtype=np.int64)
     gone_since = {
@@ -73,7 +73,7 @@ def levels_on_demand(plan: Plan) -> NDArray[np.int64]:
             change[until] += known[value].nbytes
     levels = levels + np.cumsum(change)[: len(levels)]
     for item in dropped:
-        levels[ops[wanted[item.value]]] += _rise(problem, item.value)
+        levels[min(ops[wanted[item.value]], len(levels) - 1)] += _rise(problem, item.value)
     return levels
 
 
@@ -94,7 +94,7 @@ def walked_levels(plan: Plan) -> NDArray[np.int64]:
     return np.asarray(on_demand.simulate().curve, dtype=np.int64)
 
 
-def _landings(plan: Plan) -> dict[tuple[int, int], int]:
+def landed_ops(plan: Plan) -> dict[tuple[int, int], int]:
     """For each copy out, by value and tick, the first op that starts when it is done in a plain step."""
     problem = plan.problem
     leaving = [(item.out_tick, item.value) for item in plan.offloads]

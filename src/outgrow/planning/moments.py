@@ -105,8 +105,9 @@ class Moments:
     def least(self) -> NDArray[np.float64]:
         """Bytes alive at each op when all that can be away is away."""
         change = np.zeros(len(self.curve) + 2)
+        coming = {item.value for item in self.items if not item.is_one_way}
         for item in self.items:
-            if not item.is_one_way:  # another absence of the same value says the same
+            if not item.is_one_way or item.value not in coming:  # else another absence of the value says the same
                 change[item.leaves] -= item.nbytes
                 change[item.wanted] += item.nbytes
         return self.curve + np.cumsum(change)[: len(self.curve)]

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from outgrow.planning.plan import Park
+from outgrow.planning.prefetch import CAUTION
 from outgrow.planning.problem import Problem, reading
 from outgrow.tracing.ir import Event, Kind
 
-# As for other copies back (`policies/prefetch.py`): a late one stalls the device, an early one holds memory.
-_CAUTION = 1.3
+# As for other copies back (`prefetch.py`): a late one stalls the device, an early one holds memory.
 _LEAD_SECONDS = 2e-3
 # The op that makes the gradient of a linear layer's weight, and how much less than the gradient its sources must be.
 _PRODUCT = "aten.mm.default"
@@ -167,7 +167,7 @@ def park(problem: Problem, gap: Gap) -> Park | None:
     back = -1
     if not gap.is_last:
         wanted = problem.op_times[gap.before_op] - _LEAD_SECONDS
-        back = problem.last_tick_before(wanted - _CAUTION * problem.hardware.copy_in_seconds(gap.nbytes))
+        back = problem.last_tick_before(wanted - CAUTION * problem.hardware.copy_in_seconds(gap.nbytes))
         back = max(back, out + 1)
         if back >= len(problem.trace.ticks) or problem.tick_ops[back] >= gap.before_op:
             back = -1

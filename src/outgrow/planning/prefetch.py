@@ -45,9 +45,10 @@ def with_prefetch(
 
 def wanted_first(problem: Problem, copied: Iterable[Candidate], dropped: Iterable[Candidate]) -> dict[int, int]:
     """The tick at which each is wanted first: for itself, or for a recipe of what is `dropped` and wanted before."""
-    readers = sorted(dropped, key=lambda item: item.first_unpack)
+    readers = list(dropped)
     wanted = {item.value: item.first_unpack for item in (*copied, *readers)}
-    for item in readers:
+    # Each before its own sources, which were made before it.
+    for item in sorted(readers, key=lambda item: -problem.trace.values[item.value].birth):
         recipe = problem.recipes.find(item.value)
         for source in () if recipe is None else recipe.sources:
             if source in wanted:

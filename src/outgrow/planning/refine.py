@@ -51,7 +51,11 @@ def refined(plan: Plan, tries: int, shuffled: Random | None = None) -> Plan:
                 break
         else:
             break
-    return plan if best is start else replace(best.laid_out(), evicts=plan.evicts)
+    if best is start:
+        return plan
+    # Where the cache may send values away, a step is not always as fast.
+    found = replace(best.laid_out(), evicts=plan.evicts)
+    return found if found.simulate().feasible and _rank(found) < _rank(plan) else plan
 
 
 def _rank(plan: Plan) -> tuple[float, int]:
@@ -231,12 +235,7 @@ class _Search:
         }
         for chosen in (held, *({value} for value in held)) if len(held) > 1 else (held,):
             if chosen:
-                moved = (
-                    replace(item, out_tick=later, in_tick=max(item.in_tick, later + 1) if item.in_tick >= 0 else -1)
-                    if item.value in chosen
-                    else item
-                    for item in plan.offloads
-                )
+                moved = (replace(item, out_tick=later) if item.value in chosen else item for item in plan.offloads)
                 yield replace(plan, offloads=tuple(moved))
 
     def _offloading_for(self, plan: Plan, value: int, op: int) -> Iterator[Plan]:

@@ -168,7 +168,7 @@ class Relaxation:
 
     @cached_property
     def _arrays(self) -> tuple[NDArray[np.float64], csr_array, NDArray[np.float64]]:
-        """What is the same for all budgets: costs, rows and bounds.
+        """Costs, rows and bounds.
 
         The last rows, one for each moment, say that what leaves is what the plain step is over the budget.
         """
@@ -251,15 +251,19 @@ class Relaxation:
 
     @cached_property
     def _earlier(self) -> dict[int, list[int]]:
-        """For each absence that an earlier one's copy out may serve: those earlier ones."""
+        """For each absence that an earlier one's copy out may serve: those earlier ones.
+
+        What is copied out and made anew is not copied back before its first use as well: it serves later ones alone.
+        """
         found: dict[int, list[int]] = {}
         absences: dict[int, list[int]] = {}
         for index in sorted(range(len(self._items)), key=lambda index: self._items[index].wanted):
             item = self._items[index]
             if item.shares_copy:
                 others = absences.setdefault(item.value, [])
-                if others:
-                    found[index] = list(others)
+                serving = [other for other in others if item.candidate is None or not self._items[other].is_one_way]
+                if serving:
+                    found[index] = serving
                 others.append(index)
         return found
 

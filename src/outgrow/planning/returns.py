@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from outgrow.planning.levels import levels_on_demand, walked_levels
+from outgrow.planning.levels import landed_ops, levels_on_demand, walked_levels
 from outgrow.planning.parks import gap_of
 from outgrow.planning.plan import Plan
 from outgrow.planning.prefetch import CAUTION, LEAD_SHARE, wanted_first
@@ -85,16 +85,18 @@ def _first_room(problem: Problem, room: NDArray[np.int64], copy: _Copy) -> int:
 
 
 def _copies(plan: Plan) -> Iterator[_Copy]:
-    """All copies back of a plan."""
+    """All copies back of a plan. None can start before its value is gone: it would be passed over."""
     problem = plan.problem
-    known = problem.candidates_by_value
+    known, ops, landed = problem.candidates_by_value, problem.tick_ops, landed_ops(plan)
     offloaded = [known[item.value] for item in plan.offloads]
-    dropped = [known[item.value] for item in plan.recomputes]
-    wanted = wanted_first(problem, offloaded, dropped)
-    for item in offloaded:
+    wanted = wanted_first(problem, offloaded, [known[item.value] for item in plan.recomputes])
+    for item, moved in zip(offloaded, plan.offloads, strict=True):
         tick = wanted[item.value]
-        yield _Copy(item.value, item.nbytes, _ON_DEMAND, item.last_pack, tick, problem.tick_ops[tick])
-    moved = {item.value for item in (*offloaded, *dropped)}
+        gone = problem.first_tick_at(max(item.held, landed[item.value, moved.out_tick]))
+        earliest = max(item.last_pack, moved.out_tick + 1, gone)
+        if earliest < tick:
+            yield _Copy(item.value, item.nbytes, _ON_DEMAND, earliest, tick, ops[tick])
+    copied = {item.value for item in offloaded}
     for parked in plan.parks:
         gap = gap_of(problem, parked)
         if gap is None or parked.remade:
@@ -102,8 +104,9 @@ def _copies(plan: Plan) -> Iterator[_Copy]:
         tick, op = problem.first_tick_at(gap.before_op), gap.before_op
         if gap.is_last:  # the program uses it no more, but autograd may want it
             saved = known.get(gap.value)
-            if saved is None or gap.value in moved:
+            if saved is None or gap.value in copied:
                 continue
-            tick, op = saved.first_unpack, problem.tick_ops[saved.first_unpack]
-        if parked.out_tick + 1 < tick:
-            yield _Copy(gap.value, gap.nbytes, parked.out_tick, parked.out_tick + 1, tick, op)
+            tick, op = saved.first_unpack, ops[saved.first_unpack]
+        earliest = max(parked.out_tick + 1, problem.first_tick_at(landed[parked.value, parked.out_tick]))
+        if earliest < tick:
+            yield _Copy(gap.value, gap.nbytes, parked.out_tick, earliest, tick, op)

@@ -68,7 +68,7 @@ def add_own_copies(rows: Rows, columns: Columns, moments: Moments) -> None:
 
 
 def add_returns(rows: Rows, columns: Columns, moments: Moments) -> None:
-    """What has no room at some op comes back after it, and nothing else does meanwhile."""
+    """What has no room at some op comes back after it, one after the other."""
     items, times, (_, into) = moments.items, moments.problem.op_times, _speeds(moments)
     for now in sorted({last for _, last in moments.ousted.values()}):
         gone = [index for index, (_, last) in moments.ousted.items() if last >= now]

@@ -28,6 +28,9 @@ from outgrow.planning.recipes import Recipe, burst
 from outgrow.planning.timeline import Activity, Recording, Span
 from outgrow.tracing.ir import Event, Op, Phase
 
+# Sums of times in another order differ by as much, as a share of the step.
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
@@ -130,7 +133,7 @@ class Walk:
         # nothing is called for nothing here.
         times, ways = self.problem.op_times, self.problem.ways
         # Ops with several ways to run may take less than the trace says.
-        most_extra = seconds - times[-1] if ways is None else float("inf")
+        most_extra = seconds - times[-1] * (1 - _ROUNDING) if ways is None else float("inf")
         most_live = self._budget if must_fit else float("inf")
         births, deaths, eventful = self._births, self._deaths, self._eventful
         leaving, deferred, curve = self._leaving, self._deferred, self.curve
@@ -142,6 +145,7 @@ class Walk:
             if eventful[now] or deferred or self._lent:
                 self._before(now, op)
             elif leaving and leaving[0][0] <= self.time:
+                self._next_tick = self.problem.ticks_until[now]
                 self._land()
             born = births[now]
             rise = born + op.workspace_bytes
@@ -383,6 +387,8 @@ class Walk:
             if goes and entry.resident and not entry.dead:
                 entry.parked = True
                 self._free(value)
+                if entry.copied and entry.held > self._op:  # once it is back, it goes when the program lets go
+                    self._let_go_later(value, entry.held)
                 continue
             if not entry.dead and not entry.copied:  # it was to be parked, but was wanted first
                 continue
@@ -519,6 +525,8 @@ class Walk:
     def _request(self, value: int) -> None:
         entry = self._entries[value]
         entry.in_use += 1
+        if value in self._early:
+            self._early.remove(value)
         if not entry.resident and entry.dropped:
             self._rebuild(value)
         elif not entry.resident:
