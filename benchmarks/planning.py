@@ -43,7 +43,7 @@ _TIMED = (("resnet-50", 16, 224, 0.5), ("gpt-48x384", 8, 256, 0.5), ("resnet-250
 _SHARES = (1.0, 0.8, 0.66, 0.6, 0.53, 0.5, 0.4, 0.33, 0.25)
 _UNBOUNDED = 1 << 62
 # Where the bound is this far below the plan, a higher one is searched for.
-_FAR, _SEARCH_SECONDS = 1.02, 150.0
+_FAR, _SEARCH_SECONDS = 1.02, 60.0
 _NEAR = 1.03
 
 
