@@ -67,7 +67,7 @@ class OpNeeds:
             return None, NOTHING
         if self._device_type != "cpu" and not _is_on(self._device_type, args, kwargs):
             return None, NOTHING
-        signature = (func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
+        signature = (facts.name, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
         need = self._needs.get(signature)
         if need is None:
             if len(self._needs) >= _MOST_SIGNATURES:
@@ -102,7 +102,7 @@ class OpNeeds:
 
 
 def _is_convolution(signature: Hashable) -> bool:
-    return isinstance(signature, tuple) and "convolution" in str(signature[0])
+    return isinstance(signature, tuple) and "convolution" in signature[0]
 
 
 def _is_on(device_type: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.planning.plan import Plan
@@ -411,27 +413,26 @@ class Executor:
             # The program's own time since the last op; what our copies and recipes took is no cost of the step.
             own = max(0.0, time.perf_counter() - self._left_at - (self._lost_seconds - self._left_lost))
         # Before anything of ours holds the arguments: it counts who refers to them.
-        is_free = self._reuser.may_write_over(self._op, facts.name, args)
+        is_free = self._reuser.on and self._reuser.may_write_over(self._op, facts.name, args)
         inputs = tensors_in(args, kwargs)
-        see = self._ledger.see
-        known = self._ledger.newest
+        ledger, parking, recomputer = self._ledger, self._parking, self._recomputer
+        see, known = ledger.see, ledger.newest
         for tensor in inputs:
             see(tensor)
-        if self._ledger.hidden_bytes and self._ledger.newest > known and _is_of_reducer():
-            self._ledger.show_hidden(known)
-        if self._parking.busy:
-            self._where = facts.name
+        if ledger.hidden_bytes and ledger.newest > known and _is_of_reducer():
+            ledger.show_hidden(known)
+        self._where = facts.name
         if self._demand.on:
             self._demand.before(facts, inputs)
-        if self._parking.busy:
-            self._parking.touch(inputs)
+        if parking.busy:
+            parking.touch(inputs)
             if facts.writes:
                 for tensor in written_tensors(facts, args, kwargs):
                     changed = see(tensor)
                     if changed is not None:
-                        self._parking.before_change(changed)
-        contents = self._recomputer.contents_before(self._op, facts, args, kwargs, inputs)
-        number, newest = self._op, self._ledger.newest
+                        parking.before_change(changed)
+        contents = recomputer.contents_before(self._op, facts, args, kwargs, inputs) if recomputer.on else None
+        number, newest = self._op, ledger.newest
         self._op += 1
         signature, need = self._needs.before(func, facts, args, kwargs)
         is_free = is_free and contents is None
@@ -445,12 +446,12 @@ class Executor:
             places = written_tensors(facts, args, kwargs) if facts.writes else args[:1]
             records = (see(tensor) for tensor in places)
             written = [record for record in records if record is not None]
-            self._recomputer.before_write(written)
+            recomputer.before_write(written)
             for record in written:
-                if self._parking.busy:
-                    self._parking.before_write(record)
+                if parking.busy:
+                    parking.before_write(record)
                 self._pool.written(record)
-        before = self._ledger.live_bytes
+        before = ledger.live_bytes
         clock = self._clock if recorder is not None and not facts.is_view else None
         began = None if clock is None else clock.mark()
         if recorder is not None:
@@ -469,15 +470,15 @@ class Executor:
         outputs = outputs_of(result)
         for tensor in outputs:
             see(tensor)
-        if self._parking.on:
-            self._parking.ran(number, func, facts, args, inputs, written, outputs, newest)
+        if parking.on:
+            parking.ran(number, func, facts, args, inputs, written, outputs, newest)
         if self._demand.on:
             self._demand.ran(facts, inputs, written, outputs, newest)
         for record in written:
             record.writes += 1
         if contents is not None:
-            self._recomputer.take_down(func, facts, args, kwargs, contents, result)
-        self._peak = max(self._peak, before + rise, self._ledger.live_bytes)
+            recomputer.take_down(func, facts, args, kwargs, contents, result)
+        self._peak = max(self._peak, before + rise, ledger.live_bytes)
         if recorder is not None:
             recorder.op(
                 func,
@@ -530,20 +531,40 @@ class Executor:
 
 
 class _Watch(TorchDispatchMode):
-    """Shows the executor each op before it runs."""
+    """Shows the executor each op before it runs.
+
+    PyTorch wraps a mode so that its compiler never looks into it. That takes longer than many an op, so this one has
+    the wrapper around `_beside_compiler` alone, for ops that compiled code calls.
+    """
 
     def __init__(self, executor: Executor, table: OpTable) -> None:
         super().__init__()
+        # Here, as it takes a second and an optimizer has done it already.
+        from torch._dynamo.decorators import skip
+
+        skip(_Watch.__torch_dispatch__)
         self._executor = executor
         self._table = table
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        show = self._beside_compiler if get_eval_frame_callback() else self._show
+        return show(func, args, kwargs or {})
+
+    @_disable_dynamo
+    def _beside_compiler(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._show(func, args, kwargs)
+
+    def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._executor.parks:
-            return self._run(func, args, kwargs or {})
+            return self._run(func, args, kwargs)
         with torch._C.DisableTorchFunction():
-            return self._run(func, args, kwargs or {})
+            return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = self._table[func]

@@ -86,6 +86,11 @@ class Recomputer:
 
     # --- what the executor shows ---
 
+    @property
+    def on(self) -> bool:
+        """Whether the plan makes anything anew."""
+        return bool(self._wanted_ops)
+
     def packed(self, record: StorageRecord, entry: Entry) -> None:
         """A value was saved: recipes may start from it."""
         if self._wanted_ops:

@@ -173,6 +173,11 @@ class Reuser:
             if _is_calibrated():
                 self._ops = {number: ops[number].name for number in plan.reuses if ops[number].name in IN_PLACE_FORMS}
 
+    @property
+    def on(self) -> bool:
+        """Whether the plan has any such op."""
+        return bool(self._ops)
+
     def expects(self, number: int) -> bool:
         """Whether op `number` of the plan adds no memory of its own."""
         return number in self._ops

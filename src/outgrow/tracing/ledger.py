@@ -117,9 +117,12 @@ class Ledger:
         record = self._records.get(storage._cdata)
         if record is not None and record.ref is not None and record.nbytes == storage.nbytes():
             return record
-        return self.see_storage(storage) if self._is_here(tensor.device) else None
+        return self.see_storage(storage) if self._is_here(tensor) else None
 
-    def _is_here(self, device: torch.device) -> bool:
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        if self.device_type == "cpu":  # there is but one, and this asks for no object
+            return tensor.is_cpu
+        device = tensor.device
         return device.type == self.device_type and (self._index is None or device.index == self._index)
 
     def see_storage(self, storage: torch.UntypedStorage) -> StorageRecord:

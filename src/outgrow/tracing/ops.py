@@ -100,13 +100,14 @@ class OpTable:
     """Facts by operator, read once each."""
 
     def __init__(self) -> None:
-        self._facts: dict[Any, OpFacts] = {}
+        # By identity, with a hold on the operator so that it stays its own: its hash is a function in Python.
+        self._facts: dict[int, tuple[OpFacts, Any]] = {}
 
     def __getitem__(self, func: Any) -> OpFacts:
-        facts = self._facts.get(func)
-        if facts is None:
-            facts = self._facts[func] = facts_of(func)
-        return facts
+        known = self._facts.get(id(func))
+        if known is None:
+            known = self._facts[id(func)] = (facts_of(func), func)
+        return known[0]
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

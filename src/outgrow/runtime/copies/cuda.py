@@ -118,11 +118,11 @@ class HopCopy(LaneCopy):
     @property
     def done(self) -> bool:
         """Whether the disk is done with it, and the device is or the compute stream waits for it."""
-        return self._done.is_set() and (self._is_ordered or self._is_finished())
+        return super().done and (self._is_ordered or self._is_finished())
 
     def wait(self) -> None:
         """Wait for the disk, and have the compute stream wait for the rest."""
-        self._done.wait()
+        super().wait()
         if not self._is_ordered and not self._is_finished():
             assert self.event is not None
             self._waits.wait_for(self.event)

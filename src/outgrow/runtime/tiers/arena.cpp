@@ -9,9 +9,11 @@
 
 #include <pthread.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <map>
 #include <mutex>
 #include <set>
@@ -51,11 +53,10 @@ class Arena final : public c10::Allocator {
     if (!is_open) withdraw();
   }
 
-  size_t set_limit(size_t limit) {
+  void set_limit(size_t limit) {
     std::lock_guard<std::mutex> lock(mutex_);
     limit_ = limit;
     if (present_bytes_ > limit_) shed(present_bytes_ - limit_ + kSpare);
-    return present_bytes_;
   }
 
   void give_back() {
@@ -292,8 +293,18 @@ void outgrow_arena_open(int is_open) { arena->open(is_open != 0); }
 // Give back all pages that no block uses, and the addresses behind the last block.
 void outgrow_arena_give_back() { arena->give_back(); }
 
-// Have at most so many bytes of pages, if blocks in use allow; returns how many there are.
-size_t outgrow_arena_set_limit(size_t nbytes) { return arena->set_limit(nbytes); }
+// Have as many bytes of pages as the process may have in all, less those of it that are elsewhere: `statm` is the open
+// /proc/self/statm, which says how many there are. One call, since it is made before every large op.
+void outgrow_arena_keep_under(size_t nbytes, int statm, size_t page) {
+  char text[128];
+  const ssize_t length = pread(statm, text, sizeof(text) - 1, 0);
+  if (length <= 0) return;
+  text[length] = 0;
+  size_t addresses = 0, resident = 0;
+  if (sscanf(text, "%zu %zu", &addresses, &resident) != 2) return;
+  const size_t ours = nbytes + arena->present_bytes(), all = resident * page;
+  arena->set_limit(std::max(ours, all) - all);
+}
 
 size_t outgrow_arena_present_bytes() { return arena->present_bytes(); }
 

@@ -32,11 +32,12 @@ class Arena:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._open = library.outgrow_arena_open
         self.give_back: Callable[[], object] = library.outgrow_arena_give_back
-        self._set_limit = library.outgrow_arena_set_limit
+        self._keep_under = library.outgrow_arena_keep_under
         self._present = library.outgrow_arena_present_bytes
         self._used = library.outgrow_arena_used_bytes
-        self._set_limit.argtypes = (ctypes.c_size_t,)
-        for function in (self._set_limit, self._present, self._used):
+        self._keep_under.argtypes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t)
+        self._keep_under.restype = None
+        for function in (self._present, self._used):
             function.restype = ctypes.c_size_t
         self._users = 0
 
@@ -52,8 +53,7 @@ class Arena:
 
     def keep_under(self, limit_bytes: int, resident: ResidentSet, nbytes: int) -> None:
         """Tell the arena how many pages it may have; it keeps to that by itself when it hands out a block."""
-        outside = resident.nbytes - self.present_bytes
-        self._set_limit(max(0, limit_bytes - outside))
+        self._keep_under(max(0, limit_bytes), resident.descriptor, resident.page_bytes)
 
     def open(self) -> None:
         """Hand out memory. Each call has its `close`."""
