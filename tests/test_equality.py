@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
+from outgrow import Session
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.policies.vdnn import VdnnAll
@@ -396,6 +398,17 @@ def test_a_compiled_submodule() -> None:
         return model
 
     assert_equal_to_plain(supervised(build), policy="vdnn-all")
+
+
+def test_the_compiler_never_looks_into_a_session_that_compiled_code_calls() -> None:
+    module = torch.compile(nn.Sequential(nn.Linear(256, 256), nn.Tanh()), backend="aot_eager")
+    model = nn.Sequential(nn.Linear(256, 256), module, nn.Linear(256, 256))
+    counters.clear()
+    with Session(model, budget=6 << 20, policy="vdnn-all") as session:
+        for _ in range(3):
+            with session.step():
+                model(torch.randn(512, 256)).sum().backward()
+    assert not counters["frames"]
 
 
 class Branching(nn.Module):
