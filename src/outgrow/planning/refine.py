@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from outgrow.planning.levels import error_of_levels
 from outgrow.planning.parks import Gap, gaps, park
-from outgrow.planning.plan import Plan
+from outgrow.planning.plan import Offload, Park, Plan, Recompute
 from outgrow.planning.prefetch import dropped_early, may_be_dropped, with_prefetch
 from outgrow.planning.problem import Candidate
 from outgrow.planning.returns import in_turn
@@ -31,24 +31,64 @@ _EARLIER = (1.1, 1.6, 2.5, 4.0)
 _Sized = TypeVar("_Sized", Candidate, Gap)
 
 
-def refined(plan: Plan, tries: int, shuffled: Random | None = None) -> Plan:
+# What plans of one problem differ in, as far as a step goes.
+_Decisions = tuple[tuple[Offload, ...], tuple[Recompute, ...], tuple[Park, ...], tuple[int, ...], bool]
+
+
+class Refusals:
+    """Changes and plans that were no better than what a search had then: none of its rounds looks at them again.
+
+    What is best so far only gets better while one plan is refined, and several ways lead to the same plan.
+    """
+
+    def __init__(self) -> None:
+        self._changes: dict[_Decisions, set[_Decisions]] = {}
+        self._plans: dict[_Decisions, tuple[float, int]] = {}
+
+    def changes_of(self, plan: Plan) -> set[_Decisions]:
+        """The changed plans, their copies back not yet put in turn, that `plan` was not given up for."""
+        return self._changes.setdefault(_decisions(plan), set())
+
+    def is_better(self, plan: Plan, best: Plan) -> bool:
+        """Whether a plan fits and ranks before the best so far."""
+        rank, decisions = _rank(best), _decisions(plan)
+        refused = self._plans.get(decisions)
+        if refused is not None and rank <= refused:
+            return False
+        if plan.simulate_within(rank[0]) is not None and _rank(plan) < rank:
+            return True
+        self._plans[decisions] = rank
+        return False
+
+
+def _decisions(plan: Plan) -> _Decisions:
+    return plan.offloads, plan.recomputes, plan.parks, plan.reuses, plan.evicts
+
+
+def refined(plan: Plan, tries: int, shuffled: Random | None = None, refusals: Refusals | None = None) -> Plan:
     """The plan, or a faster one that at most `tries` changes lead to; of two as fast, the one that copies less.
 
     What helps most often is tried first: changes for the longest waits. Or, `shuffled`, any change at any time. With
-    each change all copies back are put in turn again.
+    each change all copies back are put in turn again. Searches in one problem may share their `refusals`: they find
+    the same, sooner.
     """
+    known = Refusals() if refusals is None else refusals
     bare = replace(plan, evicts=False)  # is walked through sooner
     start = best = bare if bare.simulate().feasible else plan
     search = _Search(best)
     left = tries
     while left > 0:
-        changes, error = search.changes(best), error_of_levels(best)
+        changes, error, refused = search.changes(best), error_of_levels(best), known.changes_of(best)
         for other in islice(chain.from_iterable(changes) if shuffled is None else _mixed(changes, shuffled), left):
             left -= 1
+            decisions = _decisions(other)
+            if decisions in refused:
+                continue
             changed = in_turn(other, error)
-            if changed.simulate_within(best.simulate().step_seconds) is not None and _rank(changed) < _rank(best):
+            if known.is_better(changed, best):
                 best = changed
                 break
+            refused.add(decisions)
         else:
             break
     if best is start:

@@ -26,7 +26,7 @@ from outgrow.planning.policies.superneurons import SuperNeurons
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
 from outgrow.planning.prefetch import CAUTION, dropped_early, with_prefetch
 from outgrow.planning.problem import Candidate, Problem
-from outgrow.planning.refine import refined
+from outgrow.planning.refine import Refusals, refined
 from outgrow.planning.relaxation import Relaxation, Shares
 from outgrow.planning.returns import in_turn
 from outgrow.planning.reuse import reusable_ops
@@ -98,12 +98,12 @@ def _refined(starts: Sequence[Plan], optimum_seconds: float) -> Plan:
     """
     plans = [plan for plan in starts if plan.simulate().feasible] or list(starts[:1])
     changes = min(_CHANGES, _CHANGES_ALL // max(1, len(plans[0].problem.trace.ops)))
-    shuffled = None
+    shuffled, refusals = None, Refusals()
     while plans[0].simulate().feasible and not _is_good(plans[0], optimum_seconds):
         before = plans[0].simulate().step_seconds
         tries = max(1, changes // len(plans))
         was_last = len(plans) == 1
-        plans = sorted((refined(plan, tries, shuffled) for plan in plans), key=_rank)
+        plans = sorted((refined(plan, tries, shuffled, refusals) for plan in plans), key=_rank)
         if was_last and plans[0].simulate().step_seconds > (1 - _REFINED_GAIN) * before:
             break
         plans = plans[: (len(plans) + 1) // 2]
