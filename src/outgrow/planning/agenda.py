@@ -5,6 +5,8 @@ By op or by tick: what the plan does, bytes that appear and go, what ends, and w
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Set
 
 from outgrow.planning.parks import gap_of
@@ -12,6 +14,7 @@ from outgrow.planning.plan import Plan
 from outgrow.planning.prefetch import wanted_first
 from outgrow.planning.problem import Problem, reading
 from outgrow.planning.reuse import overwritten
+from outgrow.tracing.ir import Event
 
 _BACK = ("in", "unpark")
 
@@ -22,25 +25,30 @@ def actions_of(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
     Values "drop", go "out", are waited for ("release"), come back "in", "park" and "unpark". Of those that come
     back at one tick, what is wanted first comes first.
     """
-    table: dict[int, list[tuple[str, int, int]]] = {}
+    table: defaultdict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for dropped in plan.recomputes:
-        table.setdefault(dropped.drop_tick, []).append(("drop", dropped.value, 0))
+        table[dropped.drop_tick].append(("drop", dropped.value, 0))
     for item in plan.offloads:
-        table.setdefault(item.out_tick, []).append(("out", item.value, item.offset))
+        table[item.out_tick].append(("out", item.value, item.offset))
         if item.release_tick >= 0:
-            table.setdefault(item.release_tick, []).append(("release", item.value, item.offset))
+            table[item.release_tick].append(("release", item.value, item.offset))
         if item.in_tick >= 0:
-            table.setdefault(item.in_tick, []).append(("in", item.value, item.offset))
+            table[item.in_tick].append(("in", item.value, item.offset))
     for parked in plan.parks:
-        table.setdefault(parked.out_tick, []).append(("park", parked.value, parked.offset))
+        table[parked.out_tick].append(("park", parked.value, parked.offset))
         if parked.in_tick >= 0:
-            table.setdefault(parked.in_tick, []).append(("unpark", parked.value, parked.offset))
-    crowded = [tick for tick, actions in table.items() if sum(kind in _BACK for kind, _, _ in actions) > 1]
+            table[parked.in_tick].append(("unpark", parked.value, parked.offset))
+    crowded = [tick for tick, actions in table.items() if len(actions) > 1 and _come_back(actions) > 1]
     if crowded:
         wanted = _wanted_back(plan)
         for tick in crowded:
             table[tick].sort(key=lambda action: wanted.get((tick, *action[:2]), -1))
-    return table
+    return dict(table)
+
+
+def _come_back(actions: Iterable[tuple[str, int, int]]) -> int:
+    """How many of these bring something back."""
+    return sum(kind in _BACK for kind, _, _ in actions)
 
 
 def _wanted_back(plan: Plan) -> dict[tuple[int, str, int], int]:
@@ -78,51 +86,49 @@ def resident_bytes(problem: Problem) -> int:
     return sum(value.nbytes for value in problem.trace.values if value.birth < 0)
 
 
-def births_and_deaths(plan: Plan, entries: Collection[int]) -> tuple[list[int], list[int], dict[int, int]]:
+def births_and_deaths(plan: Plan, entries: Collection[int]) -> tuple[list[int], list[int], list[int]]:
     """Bytes that appear with each op, and bytes of values without an entry that are gone before and after its ticks.
 
     An in-place write is a death and a birth at the same op, so that live bytes stay as they are. A result that takes
     the place of an input is not born, and the input does not die.
     """
     problem = plan.problem
-    births, deaths = map(list, _plain_births_and_deaths(problem))
-    late = dict(_late_deaths(problem))
+    values, late_values = problem.trace.values, _late_values(problem)
+    births, deaths, late = (list(column) for column in _plain_births_and_deaths(problem))
     for index in entries:
-        value = problem.trace.values[index]
-        deaths[value.death] -= value.nbytes
-    for index, op in _late_values(problem).items():
-        nbytes = problem.trace.values[index].nbytes
-        if index in entries:
-            late[op] -= nbytes
+        value = values[index]
+        if index in late_values:
+            late[late_values[index]] -= value.nbytes
         else:
-            deaths[op] -= nbytes
+            deaths[value.death] -= value.nbytes
     for op in dict.fromkeys(plan.reuses):
-        source = overwritten(problem, op)
+        source = _overwritten(problem)[op]
         if source is not None and source not in entries:
-            births[op] -= problem.trace.values[source].nbytes
-            deaths[op + 1] -= problem.trace.values[source].nbytes
+            births[op] -= values[source].nbytes
+            deaths[op + 1] -= values[source].nbytes
     return births, deaths, late
 
 
 @reading
-def _plain_births_and_deaths(problem: Problem) -> tuple[list[int], list[int]]:
-    """The same where no value has an entry, and none takes another's place."""
-    size = len(problem.trace.ops) + 1
-    births, deaths = [0] * size, [0] * size
-    for value in problem.trace.values:
-        if value.birth >= 0:
-            births[value.birth] += value.nbytes
-        deaths[value.death] += value.nbytes
-    return births, deaths
+def _overwritten(problem: Problem) -> list[int | None]:
+    """The value whose place the result of each op may take."""
+    return [overwritten(problem, op) for op in range(len(problem.trace.ops))]
 
 
 @reading
-def _late_deaths(problem: Problem) -> dict[int, int]:
-    """Bytes of saved values that die after the ticks of each op."""
-    late: dict[int, int] = {}
-    for index, op in _late_values(problem).items():
-        late[op] = late.get(op, 0) + problem.trace.values[index].nbytes
-    return late
+def _plain_births_and_deaths(problem: Problem) -> tuple[list[int], list[int], list[int]]:
+    """The same where no value has an entry, and none takes another's place."""
+    size = len(problem.trace.ops) + 1
+    births, deaths, late = [0] * size, [0] * size, [0] * size
+    late_values = _late_values(problem)
+    for index, value in enumerate(problem.trace.values):
+        if value.birth >= 0:
+            births[value.birth] += value.nbytes
+        if index in late_values:
+            late[late_values[index]] += value.nbytes
+        else:
+            deaths[value.death] += value.nbytes
+    return births, deaths, late
 
 
 @reading
@@ -131,49 +137,61 @@ def _late_values(problem: Problem) -> dict[int, int]:
     return {
         value: op
         for value, ends in _saved_ends(problem).items()
-        for op, is_late, is_release, _ in ends
-        if is_late and not is_release
+        for op, is_late, uses in ends
+        if is_late and not uses
     }
 
 
-_Ends = dict[int, list[tuple[bool, int]]]
+_Ends = dict[int, list[tuple[int, int]]]
 
 
 def ends_of(problem: Problem, entries: Iterable[int]) -> tuple[_Ends, _Ends]:
-    """Releases of saved tensors, deaths of values with an entry by op: before that op's ticks, or after them."""
+    """Releases of saved tensors, deaths of values with an entry by op: before that op's ticks, or after them.
+
+    As how often autograd used what it lets go of, 0 for a death, with the value.
+    """
     early: _Ends = {}
     late: _Ends = {}
     saved = _saved_ends(problem)
     for value in entries:
         if value not in saved:
-            early.setdefault(problem.trace.values[value].death, []).append((False, value))
+            early.setdefault(problem.trace.values[value].death, []).append((0, value))
             continue
-        for op, is_late, is_release, index in saved[value]:
-            (late if is_late else early).setdefault(op, []).append((is_release, index))
+        for op, is_late, uses in saved[value]:
+            ends = late if is_late else early
+            if op in ends:
+                ends[op].append((uses, value))
+            else:
+                ends[op] = [(uses, value)]
     return early, late
 
 
 @reading
-def _saved_ends(problem: Problem) -> dict[int, list[tuple[int, bool, bool, int]]]:
-    """Of each saved value its releases (True, with the saved tensor's number) and its death (False, with its own).
+def _saved_ends(problem: Problem) -> dict[int, list[tuple[int, bool, int]]]:
+    """Of each saved value the op of each release and of its death, and whether that is after the op's ticks.
 
-    With the op, and whether that is after its ticks.
+    With how often autograd used what it lets go of there; 0 for the death.
     """
-    found: dict[int, list[tuple[int, bool, bool, int]]] = {}
+    found: dict[int, list[tuple[int, bool, int]]] = {}
     last_tick: dict[int, int] = {}
-    for index, saved in enumerate(problem.trace.saved):
+    for saved in problem.trace.saved:
         last = saved.unpacked[-1] if saved.unpacked else saved.packed
         last_tick[saved.value] = max(last_tick.get(saved.value, -1), last)
-        found.setdefault(saved.value, []).append((saved.released, last >= saved.released, True, index))
+        releases = found.setdefault(saved.value, [])
+        if saved.unpacked:
+            releases.append((saved.released, last >= saved.released, len(saved.unpacked)))
     for value, last in last_tick.items():
         death = problem.trace.values[value].death
-        found[value].append((death, last >= death, False, value))
+        found[value].append((death, last >= death, 0))
     return found
 
 
-def ticks_of(problem: Problem, entries: Iterable[int], actions: Iterable[int]) -> bytearray:
-    """Of each tick whether anything happens there: it shows a value with an entry, or the plan acts."""
-    shown = _ticks(problem)
+def ticks_of(problem: Problem, entries: Iterable[int], actions: Iterable[int], *, all_shown: bool) -> bytearray:
+    """Of each tick whether anything happens there: it asks for a value with an entry, or the plan acts.
+
+    Or, `all_shown`, it shows a value with an entry at all.
+    """
+    shown = _ticks(problem) if all_shown else _unpacks(problem)
     found = bytearray(len(problem.trace.ticks))
     for value in entries:
         for tick in shown.get(value, ()):
@@ -185,18 +203,54 @@ def ticks_of(problem: Problem, entries: Iterable[int], actions: Iterable[int]) -
 
 
 @reading
+def shown_values(problem: Problem) -> list[tuple[int, bool]]:
+    """The value that each tick shows, and whether it is asked for."""
+    saved = problem.trace.saved
+    return [(saved[tick.saved].value, tick.event is Event.UNPACK) for tick in problem.trace.ticks]
+
+
+@reading
 def _ticks(problem: Problem) -> dict[int, list[int]]:
     """The ticks that show each saved value."""
     shown: dict[int, list[int]] = {}
-    for number, tick in enumerate(problem.trace.ticks):
-        shown.setdefault(problem.trace.saved[tick.saved].value, []).append(number)
+    for number, (value, _) in enumerate(shown_values(problem)):
+        shown.setdefault(value, []).append(number)
     return shown
 
 
-def wanted(problem: Problem, parks: Set[int]) -> dict[int, list[int]]:
-    """The parked values that each op reads or writes."""
-    ops = sorted({op for value in parks for op in _uses(problem).get(value, ())})
-    return {op: [value for value in _used(problem)[op] if value in parks] for op in ops}
+@reading
+def _unpacks(problem: Problem) -> dict[int, list[int]]:
+    """The ticks that ask for each saved value."""
+    asked: dict[int, list[int]] = {}
+    for number, (value, is_unpack) in enumerate(shown_values(problem)):
+        if is_unpack:
+            asked.setdefault(value, []).append(number)
+    return asked
+
+
+def wanted(plan: Plan, parks: Set[int]) -> dict[int, list[int]]:
+    """The parked values that each op reads or writes, where they may not be there.
+
+    A value is there again when an op has wanted it, until it is parked once more: where nothing else makes it leave
+    only the first use after each park matters.
+    """
+    problem = plan.problem
+    ops, uses = problem.tick_ops, _uses(problem)
+    moved = {item.value for items in (plan.offloads, plan.recomputes) for item in items}
+    found: dict[int, set[int]] = {}
+    for item in plan.parks:
+        own = uses.get(item.value, ())
+        if item.value not in parks:
+            continue
+        if not plan.evicts and item.value not in moved and 0 <= item.out_tick < len(ops):
+            first = bisect_left(own, ops[item.out_tick])
+            own = own[first : first + 1]
+        for op in own:
+            found.setdefault(op, set()).add(item.value)
+    return {
+        op: list(values) if len(values) == 1 else [value for value in _used(problem)[op] if value in values]
+        for op, values in found.items()
+    }
 
 
 @reading

@@ -7,6 +7,7 @@ land when their lane allows in a plain step, and recipes run on top of what is t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -36,14 +37,17 @@ def _known_levels(problem: Problem) -> dict[tuple[tuple[int, ...], tuple[Park, .
     return {}
 
 
-def levels_on_demand(plan: Plan) -> NDArray[np.int64]:
-    """The same if what the plan moves leaves when it can, and comes back when it is wanted."""
+def levels_on_demand(plan: Plan, landed: Mapping[tuple[int, int], int] | None = None) -> NDArray[np.int64]:
+    """The same if what the plan moves leaves when it can, and comes back when it is wanted.
+
+    `landed` are its `landed_ops`, where they are known.
+    """
     problem = plan.problem
     ops, known = problem.tick_ops, problem.candidates_by_value
     offloaded = [known[item.value] for item in plan.offloads]
     dropped = [known[item.value] for item in plan.recomputes]
     wanted = wanted_first(problem, offloaded, dropped)
-    landed = landed_ops(plan)
+    landed = landed_ops(plan) if landed is None else landed
     levels = levels_where_nothing_moves(plan)
     change = np.zeros(len(levels) + 2, dtype=np.int64)
     gone_since = {
@@ -100,11 +104,12 @@ def landed_ops(plan: Plan) -> dict[tuple[int, int], int]:
     leaving = [(item.out_tick, item.value) for item in plan.offloads]
     leaving += [(item.out_tick, item.value) for item in plan.parks if not item.remade]
     landed: dict[tuple[int, int], int] = {}
+    values, ops, times = problem.trace.values, problem.tick_ops, problem.op_times
     lane_free = 0.0
     for tick, value in sorted(leaving):
-        nbytes = problem.trace.values[value].nbytes
-        lane_free = max(lane_free, problem.tick_time(tick)) + problem.hardware.copy_out_seconds(nbytes)
-        landed[value, tick] = bisect_left(problem.op_times, lane_free)
+        begins = times[ops[tick]]
+        lane_free = max(begins, lane_free) + problem.hardware.copy_out_seconds(values[value].nbytes)
+        landed[value, tick] = bisect_left(times, lane_free)
     return landed
 
 

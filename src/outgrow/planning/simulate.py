@@ -53,7 +53,7 @@ def simulate_within(plan: Plan, seconds: float) -> Prediction | None:
 
 
 def _prediction(plan: Plan, walk: Walk) -> Prediction:
-    peak_op = max(range(len(walk.curve)), key=walk.curve.__getitem__, default=0)
+    peak_op = walk.curve.index(max(walk.curve)) if walk.curve else 0
     peak = walk.curve[peak_op] if walk.curve else plan.problem.base_bytes
     return Prediction(
         peak_bytes=peak,

@@ -19,6 +19,7 @@ from outgrow.planning.agenda import (
     ends_of,
     resident_bytes,
     saved_values,
+    shown_values,
     ticks_of,
     wanted,
 )
@@ -26,7 +27,7 @@ from outgrow.planning.parks import may_park, sources_of_gradient
 from outgrow.planning.plan import Plan, Replay
 from outgrow.planning.recipes import Recipe, burst
 from outgrow.planning.timeline import Activity, Recording, Span
-from outgrow.tracing.ir import Event, Op, Phase
+from outgrow.tracing.ir import Op, Phase
 
 # Sums of times in another order differ by as much, as a share of the step.
 _ROUNDING = 1e-9
@@ -111,16 +112,20 @@ class Walk:
         self._actions = actions_of(plan)
         self._births, self._deaths, self._late_deaths = births_and_deaths(plan, self._entries.keys())
         self._early_ends, self._late_ends = ends_of(problem, self._entries)
-        self._busy_ticks = ticks_of(problem, self._entries, self._actions)
-        self._wanted = wanted(problem, self._parks)
+        self._busy_ticks = ticks_of(problem, self._entries, self._actions, all_shown=plan.evicts)
+        self._wanted = wanted(plan, self._parks)
+        self._shown = shown_values(problem)
         self._eventful = self._ops_with_events()
 
     def _ops_with_events(self) -> bytearray:
         """Of each op whether anything but itself happens there, as far as it is known beforehand."""
         found = bytearray(len(self.problem.trace.ops) + 1)
-        tick_ops = self.problem.tick_ops
-        shown = (tick_ops[number] for number, is_busy in enumerate(self._busy_ticks) if is_busy)
-        for op in chain(shown, self._early_ends, self._late_ends, self._late_deaths, self._wanted):
+        tick_ops, busy = self.problem.tick_ops, self._busy_ticks
+        number = busy.find(1)
+        while number >= 0:
+            found[tick_ops[number]] = 1
+            number = busy.find(1, number + 1)
+        for op in chain(self._early_ends, self._late_ends, self._wanted):
             found[op] = 1
         return found
 
@@ -130,47 +135,60 @@ class Walk:
         Given up, and False, where the step takes longer than `seconds`, or does not fit the budget and `must_fit`.
         """
         # Plans are searched for by a thousand walks and more, most ops of which have nothing to do but take time:
-        # nothing is called for nothing here.
-        times, ways = self.problem.op_times, self.problem.ways
+        # nothing is called for nothing here, and time and level are written down only where somebody reads them.
+        times, ways, ops = self.problem.op_times, self.problem.ways, self.problem.trace.ops
         # Ops with several ways to run may take less than the trace says.
         most_extra = seconds - times[-1] * (1 - _ROUNDING) if ways is None else float("inf")
         most_live = self._budget if must_fit else float("inf")
-        births, deaths, eventful = self._births, self._deaths, self._eventful
-        leaving, deferred, curve = self._leaving, self._deferred, self.curve
+        births, deaths, late_deaths = self._births, self._deaths, self._late_deaths
+        eventful, budget = self._eventful, self._budget
+        leaving, deferred, lent, curve = self._leaving, self._deferred, self._lent, self.curve
         makes_room = self._evicts or bool(self._parks)
-        self._live += resident_bytes(self.problem)
-        for now, op in enumerate(self.problem.trace.ops):
-            self._op = now
-            self._live -= deaths[now]
-            if eventful[now] or deferred or self._lent:
+        time, live = self.time, self._live + resident_bytes(self.problem)
+        fits = True
+        for now, op in enumerate(ops):
+            live -= deaths[now]
+            if eventful[now] or deferred or (lent and op.phase is not Phase.BACKWARD):
+                self._op, self.time, self._live = now, time, live
                 self._before(now, op)
-            elif leaving and leaving[0][0] <= self.time:
-                self._next_tick = self.problem.ticks_until[now]
-                self._land()
+                time, live = self.time, self._live
+            else:
+                live -= late_deaths[now]
+                if leaving and leaving[0][0] <= time:
+                    self._op, self.time, self._live = now, time, live
+                    self._next_tick = self.problem.ticks_until[now]
+                    self._land()
+                    live = self._live
             born = births[now]
             rise = born + op.workspace_bytes
-            if makes_room and self._live + rise > self._budget:
+            if makes_room and live + rise > budget:
+                self._op, self.time, self._live = now, time, live
                 self._make_room(rise)
+                time, live = self.time, self._live
             took = op.seconds
             if ways is not None:
+                self._live = live
                 way = self._way(now, op, born)
                 self.taken.append(way)
                 rise, took = born + way.nbytes, way.seconds
-            level = self._live + rise
+            level = live + rise
             if self._recording is not None:
-                self._computed(Activity.RUN, self.time, self.time + took, now, live=level)
-            if level < self._burst_peak:
-                level = self._burst_peak
+                self._computed(Activity.RUN, time, time + took, now, live=level)
+            if self._burst_peak:
+                level = max(level, self._burst_peak)
+                self._burst_peak = 0
             curve.append(level)
-            self._burst_peak = 0
-            self._live += born
-            self.time += took
-            if level > most_live or self.time - times[now + 1] > most_extra:
-                return False
-        self._op = len(self.problem.trace.ops)
-        self._tick_until(len(self.problem.tick_ops))
-        self._return_state()
-        return True
+            live += born
+            time += took
+            if level > most_live or time - times[now + 1] > most_extra:
+                fits = False
+                break
+        self.time, self._live = time, live
+        if fits:
+            self._op = len(ops)
+            self._tick_until(len(self.problem.tick_ops))
+            self._return_state()
+        return fits
 
     def _before(self, now: int, op: Op) -> None:
         """What happens between the op before and this one."""
@@ -181,18 +199,20 @@ class Walk:
         self._tick_until(self.problem.ticks_until[now])
         if now in self._late_ends:
             self._end(self._late_ends[now])
-        self._live -= self._late_deaths.get(now, 0)
-        if self._leaving:
+        self._live -= self._late_deaths[now]
+        if self._leaving and self._leaving[0][0] <= self.time:
             self._land()
         if self._lent and op.phase is not Phase.BACKWARD:
             self._return_state()
-        for used in self._wanted.get(now, ()):
-            self._unpark(used)
+        if now in self._wanted:
+            for used in self._wanted[now]:
+                self._unpark(used)
 
     def _tick_until(self, end: int) -> None:
         """The ticks up to number `end`, as far as anything happens there."""
+        busy, deferred = self._busy_ticks, self._deferred
         for number in range(self._next_tick, end):
-            if self._busy_ticks[number] or self._deferred:
+            if busy[number] or deferred:
                 self._tick(number)
         self._next_tick = end
 
@@ -215,14 +235,13 @@ class Walk:
             if entry.resident and (entry.copied or entry.dropped) and not entry.in_use:
                 self._free(value)
 
-    def _end(self, ends: Sequence[tuple[bool, int]]) -> None:
-        """Autograd lets go of saved tensors (True), and values die (False)."""
-        for is_release, index in ends:
-            if is_release:
-                saved = self.problem.trace.saved[index]
-                self._entries[saved.value].in_use -= len(saved.unpacked)
-                continue
+    def _end(self, ends: Sequence[tuple[int, int]]) -> None:
+        """Autograd lets go of what it used so many times, and values die (0)."""
+        for uses, index in ends:
             entry = self._entries[index]
+            if uses:
+                entry.in_use -= uses
+                continue
             entry.dead = True
             if entry.resident and not entry.leaving:  # a copy in flight holds the memory until it is done
                 self._free(index)
@@ -232,14 +251,14 @@ class Walk:
         entry.resident = False
         if self._recording is not None:
             self._recording.moved(value, arrives=False)
-        self._recent.pop(value, None)
+        if self._evicts:
+            self._recent.pop(value, None)
         self._live -= entry.nbytes
 
     def _tick(self, number: int) -> None:
         self._next_tick = number
-        tick = self.problem.trace.ticks[number]
-        value = self.problem.trace.saved[tick.saved].value
-        is_wanted = tick.event is Event.UNPACK and value in self._entries
+        value, is_unpack = self._shown[number]
+        is_wanted = is_unpack and value in self._entries
         if is_wanted:
             self._request(value)
         elif self._evicts:
@@ -255,13 +274,14 @@ class Walk:
                 self._park(target)
             else:
                 self._deferred.append(target)
-        while self._deferred and self._start_in(self._deferred[0]):
-            self._deferred.popleft()
+        deferred = self._deferred
+        while deferred and self._start_in(deferred[0]):
+            deferred.popleft()
         if is_wanted:
             self._wait_for(value)
 
     def _touch(self, value: int) -> None:
-        if self._evicts and self._entries[value].movable:
+        if self._entries[value].movable:
             self._recent[value] = None
             self._recent.move_to_end(value)
 
@@ -334,7 +354,8 @@ class Walk:
 
     def _return_state(self) -> None:
         """A backward pass is over: all of the training state comes back, what is made anew beside the copies."""
-        lent, self._lent = list(dict.fromkeys(self._lent)), []
+        lent = list(dict.fromkeys(self._lent))
+        self._lent.clear()
         for value in sorted(lent, key=self._remade.__contains__):
             self._unpark(value, waits=False)
         for value in lent:
@@ -344,7 +365,7 @@ class Walk:
         """An op wants a value that may be parked: it stays if it has not left, else it comes back."""
         entry = self._entries[value]
         entry.parking = False
-        if value in self._early:
+        if self._early and value in self._early:
             self._early.remove(value)
         if entry.parked and not entry.resident and not entry.dead:
             if self._live + entry.nbytes > self._budget:
@@ -429,7 +450,7 @@ class Walk:
         return [
             source
             for source in self._recipe(value).sources
-            if not entries[source].resident and entries[source].dropped
+            if source in entries and not entries[source].resident and entries[source].dropped
         ]
 
     def _free_brief(self, values: Sequence[int]) -> None:
@@ -444,7 +465,8 @@ class Walk:
 
     def _rebuild_one(self, value: int) -> None:
         recipe = self._recipe(value)
-        for source in recipe.sources:
+        sources = [source for source in recipe.sources if source in self._entries]  # the others never leave
+        for source in sources:
             self._request(source)
             self._wait_for(source)
         for number, held, born in zip(recipe.ops, recipe.held, recipe.born, strict=True):
@@ -463,7 +485,7 @@ class Walk:
                 self._computed(Activity.RECOMPUTE, self.time, self.time + way.seconds, number, value, level)
             self.time += way.seconds
             self.recompute += way.seconds
-        for source in recipe.sources:
+        for source in sources:
             self._entries[source].in_use -= 1
         entry = self._entries[value]
         entry.resident, entry.dropped = True, False
@@ -520,12 +542,13 @@ class Walk:
             self._record_cost(cost, value)
         self.time += cost
         entry.arrives = self._in_free
-        self._touch(value)
+        if self._evicts:
+            self._touch(value)
 
     def _request(self, value: int) -> None:
         entry = self._entries[value]
         entry.in_use += 1
-        if value in self._early:
+        if self._early and value in self._early:
             self._early.remove(value)
         if not entry.resident and entry.dropped:
             self._rebuild(value)
@@ -533,7 +556,8 @@ class Walk:
             if self._evicts and self._live + entry.nbytes > self._budget:
                 self._make_room(entry.nbytes)
             self._read(value)
-        self._touch(value)
+        if self._evicts:
+            self._touch(value)
 
     def _make_room(self, need: int) -> None:
         """Send away the least recently used until `need` bytes fit, or nothing is left to send.
@@ -592,7 +616,16 @@ class Walk:
 
 
 def _touched(plan: Plan) -> set[int]:
-    """The values that a plan moves, and those that it makes others from."""
+    """The values that a plan moves; and what it makes others from, where that may be gone by then.
+
+    It is there until the value is wanted first. What is dropped later than that is not planned here, but read.
+    """
     moved = {item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items}
-    recipes = (plan.problem.recipes.find(item.value) for item in plan.recomputes)
+    known = plan.problem.candidates_by_value
+    late = (
+        item.value
+        for item in plan.recomputes
+        if item.value not in known or item.drop_tick >= known[item.value].first_unpack
+    )
+    recipes = map(plan.problem.recipes.find, late)
     return moved.union(*(recipe.sources for recipe in recipes if recipe is not None))
