@@ -71,13 +71,13 @@ def _wanted_back(plan: Plan) -> dict[tuple[int, str, int], int]:
 
 
 @reading
-def saved_values(problem: Problem) -> list[tuple[int, int, int, bool]]:
-    """Of each value that autograd saves: its number, bytes, the op from which on it is autograd's, if it may move."""
+def saved_values(problem: Problem) -> dict[int, tuple[int, int, bool]]:
+    """Of each value that autograd saves: its bytes, the op from which on it is autograd's, if it may move."""
     values = problem.trace.values
-    return [
-        (index, values[index].nbytes, values[index].held, problem.is_movable(index))
-        for index in dict.fromkeys(saved.value for saved in problem.trace.saved)
-    ]
+    return {
+        saved.value: (values[saved.value].nbytes, values[saved.value].held, problem.is_movable(saved.value))
+        for saved in problem.trace.saved
+    }
 
 
 @reading

@@ -13,9 +13,12 @@ from itertools import chain, islice
 from random import Random
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outgrow.planning.levels import error_of_levels
 from outgrow.planning.parks import Gap, gaps, park
-from outgrow.planning.plan import Offload, Park, Plan, Recompute
+from outgrow.planning.plan import Plan
 from outgrow.planning.prefetch import dropped_early, may_be_dropped, with_prefetch
 from outgrow.planning.problem import Candidate
 from outgrow.planning.returns import in_turn
@@ -31,8 +34,8 @@ _EARLIER = (1.1, 1.6, 2.5, 4.0)
 _Sized = TypeVar("_Sized", Candidate, Gap)
 
 
-# What plans of one problem differ in, as far as a step goes.
-_Decisions = tuple[tuple[Offload, ...], tuple[Recompute, ...], tuple[Park, ...], tuple[int, ...], bool]
+# What plans of one problem differ in as far as a step goes, in plain numbers, which compare fast.
+_Decisions = tuple[tuple[object, ...], ...]
 
 
 class Refusals:
@@ -43,11 +46,18 @@ class Refusals:
 
     def __init__(self) -> None:
         self._changes: dict[_Decisions, set[_Decisions]] = {}
+        self._errors: dict[_Decisions, NDArray[np.int64]] = {}
         self._plans: dict[_Decisions, tuple[float, int]] = {}
 
-    def changes_of(self, plan: Plan) -> set[_Decisions]:
-        """The changed plans, their copies back not yet put in turn, that `plan` was not given up for."""
-        return self._changes.setdefault(_decisions(plan), set())
+    def changes_of(self, plan: Plan) -> tuple[set[_Decisions], NDArray[np.int64]]:
+        """The changes, copies back not yet put in turn, that `plan` was not given up for; and the error of its levels.
+
+        Neither depends on when its copies back start.
+        """
+        moves = _moves(plan)
+        if moves not in self._errors:
+            self._errors[moves] = error_of_levels(plan)
+        return self._changes.setdefault(_decisions(plan), set()), self._errors[moves]
 
     def is_better(self, plan: Plan, best: Plan) -> bool:
         """Whether a plan fits and ranks before the best so far."""
@@ -61,8 +71,21 @@ class Refusals:
         return False
 
 
+def _moves(plan: Plan) -> _Decisions:
+    """What leaves, and when; not when it comes back."""
+    return (
+        tuple(chain.from_iterable((item.value, item.out_tick, item.release_tick) for item in plan.offloads)),
+        tuple(chain.from_iterable((item.value, item.drop_tick, item.replay) for item in plan.recomputes)),
+        tuple(chain.from_iterable((item.value, item.out_tick, item.remade) for item in plan.parks)),
+        plan.reuses,
+        (plan.evicts,),
+    )
+
+
 def _decisions(plan: Plan) -> _Decisions:
-    return plan.offloads, plan.recomputes, plan.parks, plan.reuses, plan.evicts
+    """What leaves, and when, and when it comes back."""
+    returns = (tuple(item.in_tick for item in plan.offloads), tuple(item.in_tick for item in plan.parks))
+    return (*_moves(plan), *returns)
 
 
 def refined(plan: Plan, tries: int, shuffled: Random | None = None, refusals: Refusals | None = None) -> Plan:
@@ -78,17 +101,17 @@ def refined(plan: Plan, tries: int, shuffled: Random | None = None, refusals: Re
     search = _Search(best)
     left = tries
     while left > 0:
-        changes, error, refused = search.changes(best), error_of_levels(best), known.changes_of(best)
+        changes, (refused, error) = search.changes(best), known.changes_of(best)
         for other in islice(chain.from_iterable(changes) if shuffled is None else _mixed(changes, shuffled), left):
             left -= 1
-            decisions = _decisions(other)
-            if decisions in refused:
+            moves = _moves(other)
+            if moves in refused:
                 continue
             changed = in_turn(other, error)
             if known.is_better(changed, best):
                 best = changed
                 break
-            refused.add(decisions)
+            refused.add(moves)
         else:
             break
     if best is start:

@@ -96,12 +96,10 @@ class Walk:
         self._early: list[int] = []  # parked values that came back and that no op wanted yet
         trace = problem.trace
         self._parks = {item.value for item in plan.parks if may_park(problem, item.value)}
-        self._entries: dict[int, _Entry] = {}
         # Where nothing is evicted, nothing happens to what the plan does not touch.
-        touched = None if plan.evicts or recording is not None else _touched(plan)
-        for index, nbytes, held, movable in saved_values(problem):
-            if touched is None or index in touched:
-                self._entries[index] = _Entry(nbytes, held, movable)
+        saved = saved_values(problem)
+        moved = saved if plan.evicts or recording is not None else _touched(plan) & saved.keys()
+        self._entries: dict[int, _Entry] = {index: _Entry(*saved[index]) for index in moved}
         for index in self._parks - self._entries.keys():
             self._entries[index] = _Entry(trace.values[index].nbytes, trace.values[index].death, movable=False)
         self._lent: list[int] = []  # training state that left in this backward pass
@@ -142,7 +140,7 @@ class Walk:
         most_live = self._budget if must_fit else float("inf")
         births, deaths, late_deaths = self._births, self._deaths, self._late_deaths
         eventful, budget = self._eventful, self._budget
-        leaving, deferred, lent, curve = self._leaving, self._deferred, self._lent, self.curve
+        leaving, deferred, lent, note = self._leaving, self._deferred, self._lent, self.curve.append
         makes_room = self._evicts or bool(self._parks)
         time, live = self.time, self._live + resident_bytes(self.problem)
         fits = True
@@ -177,7 +175,7 @@ class Walk:
             if self._burst_peak:
                 level = max(level, self._burst_peak)
                 self._burst_peak = 0
-            curve.append(level)
+            note(level)
             live += born
             time += took
             if level > most_live or time - times[now + 1] > most_extra:
@@ -196,7 +194,9 @@ class Walk:
             self._end(self._early_ends[now])
         if now in self._let_go_at:
             self._let_go(now)
-        self._tick_until(self.problem.ticks_until[now])
+        until = self.problem.ticks_until[now]
+        if self._next_tick < until:
+            self._tick_until(until)
         if now in self._late_ends:
             self._end(self._late_ends[now])
         self._live -= self._late_deaths[now]
