@@ -239,9 +239,9 @@ def wanted(plan: Plan, parks: Set[int]) -> dict[int, list[int]]:
     moved = {item.value for items in (plan.offloads, plan.recomputes) for item in items}
     found: dict[int, set[int]] = {}
     for item in plan.parks:
-        own = uses.get(item.value, ())
         if item.value not in parks:
             continue
+        own = uses.get(item.value, [])
         if not plan.evicts and item.value not in moved and 0 <= item.out_tick < len(ops):
             first = bisect_left(own, ops[item.out_tick])
             own = own[first : first + 1]

@@ -50,7 +50,7 @@ class Refusals:
         self._plans: dict[_Decisions, tuple[float, int]] = {}
 
     def changes_of(self, plan: Plan) -> tuple[set[_Decisions], NDArray[np.int64]]:
-        """The changes, copies back not yet put in turn, that `plan` was not given up for; and the error of its levels.
+        """The changes, copies back not yet put in turn, that `plan` was kept before; and the error of its levels.
 
         Neither depends on when its copies back start.
         """
