@@ -59,10 +59,11 @@ class Rows:
         self._factors: list[float] = []
 
     def at_most(self, limit: float, terms: Iterable[tuple[int, float]]) -> None:
+        before = len(self._columns)
         for column, factor in terms:
-            self._rows.append(len(self.limits))
             self._columns.append(column)
             self._factors.append(factor)
+        self._rows += [len(self.limits)] * (len(self._columns) - before)
         self.limits.append(limit)
 
     def at_least(self, limit: float, terms: Iterable[tuple[int, float]]) -> None:

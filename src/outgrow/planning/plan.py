@@ -143,6 +143,13 @@ class Plan:
             vars(self)["prediction"] = found  # a cached property keeps it there
         return self.prediction if self.prediction.feasible and self.prediction.step_seconds <= seconds else None
 
+    def renamed(self, policy: str) -> Plan:
+        """The same as another policy's; what is predicted for it is known already, if it is for this one."""
+        other = replace(self, policy=policy)
+        if "prediction" in vars(self):
+            vars(other)["prediction"] = self.prediction
+        return other
+
     @cached_property
     def expected_peak_bytes(self) -> int:
         """The peak that a session tells beforehand: that of the prediction, or more where copies may be late."""

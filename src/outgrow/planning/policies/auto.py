@@ -130,10 +130,14 @@ def _programs(frame: Plan) -> Iterator[_Program]:
     problem = frame.problem
     levels = levels_where_nothing_moves(frame).tolist()
     absences = beside_parks(problem, frame.parks)
+    known: dict[_Choice, Plan] = {}
     for chains in (True, False)[: max(1, _TRIED_OPS // max(1, len(problem.trace.ops)))]:
         shares = Relaxation(problem, levels, absences, chains=chains).solve()
         choice = _rounded(problem, shares)
-        found = _Program(_with_less(frame, choice, choice.plan(frame)), problem.op_times[-1] + shares.seconds)
+        if choice not in known:
+            known[choice] = _with_less(frame, choice, choice.plan(frame))
+        # A plan of its own, which counts as one more to start from, as it would without the other program.
+        found = _Program(known[choice].renamed("auto"), problem.op_times[-1] + shares.seconds)
         yield found
         prediction = found.plan.simulate()
         if not frame.parks and prediction.feasible and prediction.step_seconds <= _NEAR * found.optimum_seconds:
@@ -204,4 +208,4 @@ def _rank(plan: Plan) -> tuple[bool, float, int]:
 
 
 def _own(plan: Plan) -> Plan:
-    return replace(plan, policy="auto", evicts=True)
+    return plan.renamed("auto") if plan.evicts else replace(plan, policy="auto", evicts=True)
