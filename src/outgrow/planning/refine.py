@@ -50,10 +50,7 @@ class Refusals:
         self._plans: dict[_Decisions, tuple[float, int]] = {}
 
     def changes_of(self, plan: Plan) -> tuple[set[_Decisions], NDArray[np.int64]]:
-        """The changes, copies back not yet put in turn, that `plan` was kept before; and the error of its levels.
-
-        Neither depends on when its copies back start.
-        """
+        """The changes that `plan` was not given up for, by what they move; and the error of its levels."""
         moves = _moves(plan)
         if moves not in self._errors:
             self._errors[moves] = error_of_levels(plan)

@@ -68,10 +68,11 @@ def in_turn(plan: Plan, error: NDArray[np.int64] | None = None) -> Plan:
         starts[copy.value, copy.parked] = start
         room[problem.tick_ops[start] : copy.op] -= copy.nbytes
         lane_free = min(finish, max(lane_free, problem.tick_time(start)))
-    offloads = (_offload_back(item, starts.get((item.value, _ON_DEMAND), _ON_DEMAND)) for item in plan.offloads)
     return replace(
         plan,
-        offloads=tuple(offloads),
+        offloads=tuple(
+            _offload_back(item, starts.get((item.value, _ON_DEMAND), _ON_DEMAND)) for item in plan.offloads
+        ),
         parks=tuple(_park_back(item, starts.get((item.value, item.out_tick), _ON_DEMAND)) for item in plan.parks),
     )
 

@@ -143,6 +143,7 @@ class Walk:
         leaving, deferred, lent, note = self._leaving, self._deferred, self._lent, self.curve.append
         makes_room = self._evicts or bool(self._parks)
         time, live = self.time, self._live + resident_bytes(self.problem)
+        is_watched = ways is not None or self._recording is not None
         fits = True
         for now, op in enumerate(ops):
             live -= deaths[now]
@@ -161,17 +162,13 @@ class Walk:
             rise = born + op.workspace_bytes
             if makes_room and live + rise > budget:
                 self._op, self.time, self._live = now, time, live
+                self._next_tick = self.problem.ticks_until[now]
                 self._make_room(rise)
                 time, live = self.time, self._live
-            took = op.seconds
-            if ways is not None:
-                self._live = live
-                way = self._way(now, op, born)
-                self.taken.append(way)
-                rise, took = born + way.nbytes, way.seconds
-            level = live + rise
-            if self._recording is not None:
-                self._computed(Activity.RUN, time, time + took, now, live=level)
+            level, took = live + rise, op.seconds
+            if is_watched:
+                self.time, self._live = time, live
+                level, took = self._watched(now, op, born)
             if self._burst_peak:
                 level = max(level, self._burst_peak)
                 self._burst_peak = 0
@@ -188,15 +185,23 @@ class Walk:
             self._return_state()
         return fits
 
+    def _watched(self, number: int, op: Op, born: int) -> tuple[int, float]:
+        """The level and the time of an op that is recorded, or may run in several ways."""
+        way = self._way(number, op, born)
+        if self.problem.ways is not None:
+            self.taken.append(way)
+        level = self._live + born + way.nbytes
+        if self._recording is not None:
+            self._computed(Activity.RUN, self.time, self.time + way.seconds, number, live=level)
+        return level, way.seconds
+
     def _before(self, now: int, op: Op) -> None:
         """What happens between the op before and this one."""
         if now in self._early_ends:
             self._end(self._early_ends[now])
         if now in self._let_go_at:
             self._let_go(now)
-        until = self.problem.ticks_until[now]
-        if self._next_tick < until:
-            self._tick_until(until)
+        self._tick_until(self.problem.ticks_until[now])
         if now in self._late_ends:
             self._end(self._late_ends[now])
         self._live -= self._late_deaths[now]
@@ -212,8 +217,11 @@ class Walk:
         """The ticks up to number `end`, as far as anything happens there."""
         busy, deferred = self._busy_ticks, self._deferred
         for number in range(self._next_tick, end):
-            if busy[number] or deferred:
+            if busy[number]:
                 self._tick(number)
+            elif deferred:
+                self._next_tick = number
+                self._start_deferred()
         self._next_tick = end
 
     def _way(self, number: int, op: Op, born: int) -> Choice:
@@ -274,11 +282,16 @@ class Walk:
                 self._park(target)
             else:
                 self._deferred.append(target)
+        if self._deferred:
+            self._start_deferred()
+        if is_wanted:
+            self._wait_for(value)
+
+    def _start_deferred(self) -> None:
+        """Planned copies back, in their order, until there is no room for one."""
         deferred = self._deferred
         while deferred and self._start_in(deferred[0]):
             deferred.popleft()
-        if is_wanted:
-            self._wait_for(value)
 
     def _touch(self, value: int) -> None:
         if self._entries[value].movable:
@@ -495,7 +508,9 @@ class Walk:
         self.recomputed_bytes += entry.nbytes
 
     def _wait_for(self, value: int) -> None:
-        self._wait_until(self._entries[value].arrives, value)
+        arrives = self._entries[value].arrives
+        if arrives > self.time:
+            self._wait_until(arrives, value)
 
     def _wait_until(self, moment: float, value: int = -1) -> None:
         if moment > self.time:
@@ -515,7 +530,8 @@ class Walk:
         entry = self._entries[value]
         if entry.resident or entry.dead or not (entry.copied or entry.parked):
             return True
-        self._land()
+        if self._leaving:
+            self._land()
         if self._live + entry.nbytes + self._rise_ahead() > self._budget:
             return False
         if entry.parked:
