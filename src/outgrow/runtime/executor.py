@@ -533,8 +533,8 @@ class Executor:
 class _Watch(TorchDispatchMode):
     """Shows the executor each op before it runs.
 
-    PyTorch wraps a mode so that its compiler never looks into it. That takes longer than many an op, so this one has
-    the wrapper around `_beside_compiler` alone, for ops that compiled code calls.
+    PyTorch wraps a mode so that its compiler never looks into it. That takes a microsecond for each op, and more with
+    cold caches, so this one has the wrapper around `_beside_compiler` alone, for ops that compiled code calls.
     """
 
     def __init__(self, executor: Executor, table: OpTable) -> None:
