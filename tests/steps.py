@@ -200,6 +200,12 @@ def assert_equal_to_plain(make: Make, *, share: float = 0.6, policy: str | Polic
     assert all(summary.measured_peak_bytes <= budget for summary in summaries)
 
 
+def with_disk(problem: Problem, speed: float) -> Problem:
+    """The same problem beside a disk that moves `speed` bytes a second, whatever was measured."""
+    hardware = replace(problem.hardware, copy_latency_seconds=0.0, copy_out_bandwidth=speed, copy_in_bandwidth=speed)
+    return replace(problem, hardware=hardware)
+
+
 @dataclass(frozen=True)
 class ParkAll:
     """Parks every value in every gap in which the program holds it unread; what else is over, the cache sends away.
@@ -216,8 +222,7 @@ class ParkAll:
 
     def plan(self, problem: Problem) -> Plan:
         if self.speed:
-            hardware = replace(problem.hardware, copy_out_bandwidth=self.speed, copy_in_bandwidth=self.speed)
-            problem = replace(problem, hardware=hardware)
+            problem = with_disk(problem, self.speed)
         found = [item for gap in gaps(problem) if (item := park(problem, gap)) is not None] if self.parks else []
         offloads = list(with_prefetch(problem, problem.candidates)) if self.offload else []
         if not self.prefetch:
