@@ -22,7 +22,7 @@ from outgrow.planning.parks import gaps, park, parks_for
 from outgrow.planning.plan import Offload, make_plan
 from outgrow.planning.prefetch import dropped_early, wanted_first, with_prefetch
 from outgrow.planning.problem import Problem
-from outgrow.planning.refine import refined
+from outgrow.planning.refine import Refusals, refined
 from outgrow.planning.relaxation import Relaxation
 from outgrow.planning.returns import in_turn
 from outgrow.planning.timeline import Recording
@@ -477,6 +477,45 @@ def test_a_local_search_never_makes_a_plan_slower(shape: str, share: float, seed
     found = refined(plan, 30)
     assert not plan.simulate().feasible or found.simulate().feasible
     assert not plan.simulate().feasible or found.simulate().step_seconds <= plan.simulate().step_seconds
+
+
+@settings(max_examples=10, deadline=None)
+@given(shape=st.sampled_from(list(SHAPES)), share=st.floats(0.0, 0.5), seed=st.integers(0, 2**32 - 1))
+def test_a_local_search_that_knows_what_others_refused_finds_the_same(shape: str, share: float, seed: int) -> None:
+    problem = plans_of(SHAPES[shape]((8, 16, 16, 8)), SLOW_LINK, share, policies=["keep"])["keep"].problem
+    plan = RandomDecisions(seed).plan(problem)
+    refusals = Refusals()
+    for number in range(3):
+        alone, beside = (refined(plan, 30, Random(number), known) for known in (None, refusals))
+        assert actions_of(alone) == actions_of(beside)
+        plan = alone  # where the next round goes on
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.sampled_from(list(SHAPES)),
+    share=st.floats(0.0, 1.0),
+    hardware=st.sampled_from([SLOW_LINK, NO_LINK, CPU_AND_DISK]),
+)
+def test_the_program_without_chains_costs_no_more_where_the_other_has_none(
+    shape: str, share: float, hardware: outgrow.Hardware
+) -> None:
+    problem = plans_of(SHAPES[shape]((8, 16, 16, 8)), hardware, share, policies=["keep"])["keep"].problem
+    levels = make_plan("keep", problem.with_budget(1 << 60), (), evicts=False).simulate().curve
+    absences = list(before_first_uses(problem))
+    free, bound = (Relaxation(problem, levels, absences, chains=chains).solve() for chains in (True, False))
+    assert bound.seconds >= free.seconds - 1e-5 * problem.op_times[-1]
+    assert not bound.has_chains
+    if not free.has_chains:
+        assert bound.seconds == pytest.approx(free.seconds, rel=1e-6, abs=1e-5 * problem.op_times[-1])
+
+
+def test_the_program_says_where_it_makes_things_anew_from_others_that_it_makes_anew() -> None:
+    maps = [Map(0, 1, 9), Map(1, 2, 8, made_from=(0,)), Map(2, 3, 7, made_from=(1,))]
+    problem = Problem(trace_of_maps(maps, [1.0] * 10, {4: 3 * MAP_BYTES}), NO_LINK, int(4.5 * MAP_BYTES))
+    levels = make_plan("keep", problem.with_budget(1 << 60), (), evicts=False).simulate().curve
+    shares = Relaxation(problem, levels, before_first_uses(problem)).solve()
+    assert shares.has_chains
 
 
 @settings(max_examples=20, deadline=None)

@@ -41,12 +41,14 @@ _SOLVED, _INFEASIBLE = 0, 2
 class Shares:
     """The program's answer: the share of each candidate (by value) that is offloaded, and that is made anew.
 
-    `seconds` is what the step takes beyond the plain step; infinite where no shares fit the budget.
+    `seconds` is what the step takes beyond the plain step; infinite where no shares fit the budget. `has_chains` says
+    that something is made anew from what is made anew itself; else the program without chains has the same answer.
     """
 
     offloaded: dict[int, float]
     recomputed: dict[int, float]
     seconds: float
+    has_chains: bool = False
 
 
 class Relaxation:
@@ -93,7 +95,9 @@ class Relaxation:
             return Shares({}, {}, self._unsolved(answer))
         out = {value: float(answer.x[columns.offloaded[place]]) for value, place in self._places.items()}
         anew = {value: float(answer.x[columns.recomputed[place]]) for value, place in self._places.items()}
-        return Shares(out, anew, float(answer.fun))
+        made = answer.x[list(columns.recomputed)]
+        has_chains = any(made[reader] + made[source] > 1 + _BROKEN for reader, source in self._sources)
+        return Shares(out, anew, float(answer.fun), has_chains)
 
     def _optimum(self, excess: NDArray[np.float64]) -> tuple[OptimizeResult, LinearConstraint]:
         """The solver's answer, and the rows that it was found with.

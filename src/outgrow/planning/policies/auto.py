@@ -131,8 +131,10 @@ def _programs(frame: Plan) -> Iterator[_Program]:
     levels = levels_where_nothing_moves(frame).tolist()
     absences = beside_parks(problem, frame.parks)
     known: dict[_Choice, Plan] = {}
+    shares: Shares | None = None
     for chains in (True, False)[: max(1, _TRIED_OPS // max(1, len(problem.trace.ops)))]:
-        shares = Relaxation(problem, levels, absences, chains=chains).solve()
+        if shares is None or shares.has_chains:  # else the second program has the same answer
+            shares = Relaxation(problem, levels, absences, chains=chains).solve()
         choice = _rounded(problem, shares)
         if choice not in known:
             known[choice] = _with_less(frame, choice, choice.plan(frame))
