@@ -122,14 +122,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=networks, default=networks, metavar="NAME")
     parser.add_argument("--policies", nargs="+", choices=list(_POLICIES), default=list(_POLICIES), metavar="NAME")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/equality.json"), help="a JSON file")
+    parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
     given = parser.parse_args()
     rows: list[Comparison] = []
     for name in given.networks:
         rows += compare_all(name, given.policies)
-        # After each network: a run of all takes long.
-        document = {"steps": _STEPS, "share": _SHARE, "environment": environment()}
-        write(given.output, document | {"rows": [asdict(row) for row in rows]})
+        if given.output is not None:  # after each network: a run of all takes long
+            document = {"steps": _STEPS, "share": _SHARE, "environment": environment()}
+            write(given.output, document | {"rows": [asdict(row) for row in rows]})
     differing = sum(row.equal is False for row in rows)
     over = sum(row.within_budget is False for row in rows)
     refused = sum(row.equal is None for row in rows)

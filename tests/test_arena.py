@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,7 +40,13 @@ def process_arena() -> Arena:
 
 @pytest.fixture
 def arena(process_arena: Arena) -> Iterator[Arena]:
-    found = process_arena
+    with opened(process_arena) as found:
+        yield found
+
+
+@contextmanager
+def opened(found: Arena | None) -> Iterator[Arena]:
+    assert found is not None
     found.open()
     yield found
     limit(found, NO_LIMIT)
@@ -100,18 +107,35 @@ def test_large_blocks_lie_in_the_arena_on_whole_pages_and_small_ones_elsewhere(a
     assert arena.used_bytes == before
 
 
-def test_a_block_goes_where_it_fits_best(arena: Arena) -> None:
-    held = [block(size * MIB) for size in (4, 1, 2, 1, 3, 1)]
-    wanted = held[2].data_ptr()
-    del held[4], held[2], held[0]
-    assert block(2 * MIB).data_ptr() == wanted
+# Where a block goes, and which pages go for it, hangs on what others left in the arena: these see one of their own.
 
 
-def test_neighbours_that_are_free_make_one_gap(arena: Arena) -> None:
-    held = [block(2 * MIB) for _ in range(5)]
-    wanted = held[1].data_ptr()
-    del held[3], held[1:3]
-    assert block(6 * MIB).data_ptr() == wanted
+def test_a_block_goes_where_it_fits_best(process_arena: Arena, run_child: RunChild) -> None:
+    wanted, found = run_child(place_of_a_block_among_gaps)
+    assert found == wanted
+
+
+def place_of_a_block_among_gaps() -> tuple[int, int]:
+    """The address of the gap that a block fits, and that of the block."""
+    with opened(find_arena()):
+        held = [block(size * MIB) for size in (4, 1, 2, 1, 3, 1)]
+        wanted = held[2].data_ptr()
+        del held[4], held[2], held[0]
+        return wanted, block(2 * MIB).data_ptr()
+
+
+def test_neighbours_that_are_free_make_one_gap(process_arena: Arena, run_child: RunChild) -> None:
+    wanted, found = run_child(place_of_a_block_among_neighbours)
+    assert found == wanted
+
+
+def place_of_a_block_among_neighbours() -> tuple[int, int]:
+    """The address of the first of three blocks that went, and that of one as large as all of them."""
+    with opened(find_arena()):
+        held = [block(2 * MIB) for _ in range(5)]
+        wanted = held[1].data_ptr()
+        del held[3], held[1:3]
+        return wanted, block(6 * MIB).data_ptr()
 
 
 def test_blocks_come_and_go_on_many_threads_at_once(arena: Arena) -> None:
@@ -180,27 +204,40 @@ def test_pages_stay_for_the_next_block(arena: Arena) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10 * sum(sizes) * MIB // 4096 // 20
 
 
-def test_free_pages_go_where_others_would_come_over_the_limit(arena: Arena) -> None:
-    limit(arena, 40 * MIB)
-    for size in (30, 7, 25, 12, 33, 1, 38):
-        held = [block(MIB) for _ in range(2)]
-        assert held[0].numel() + size * MIB > 0
-        big = block(size * MIB)
-        assert arena.present_bytes <= 46 * MIB
-        del big, held
+def test_free_pages_go_where_others_would_come_over_the_limit(process_arena: Arena, run_child: RunChild) -> None:
+    assert run_child(most_present_bytes, 40 * MIB) <= 46 * MIB
 
 
-def test_pages_that_were_free_for_longest_go_first(arena: Arena) -> None:
-    limit(arena, NO_LIMIT)
-    first, wall, second, end = block(32 * MIB), block(MIB), block(32 * MIB), block(MIB)
-    places = first.data_ptr(), second.data_ptr()
-    del second, first
-    used_again = block(32 * MIB).data_ptr()
-    assert used_again in places
-    limit(arena, arena.present_bytes - 12 * MIB)
-    others = places[used_again == places[0]]
-    assert resident_pages(others, 32 * MIB) < resident_pages(used_again, 32 * MIB)
-    del wall, end
+def most_present_bytes(limit_bytes: int) -> int:
+    """How many pages there were at most, in bytes, under a limit that each block by itself leaves room for."""
+    most = 0
+    with opened(find_arena()) as arena:
+        limit(arena, limit_bytes)
+        for size in (30, 7, 25, 12, 33, 1, 38):
+            held = [block(MIB), block(MIB), block(size * MIB)]
+            most = max(most, arena.present_bytes)
+            del held
+    return most
+
+
+def test_pages_that_were_free_for_longest_go_first(process_arena: Arena, run_child: RunChild) -> None:
+    longest, latest = run_child(pages_left_in_two_gaps)
+    assert longest < latest
+
+
+def pages_left_in_two_gaps() -> tuple[int, int]:
+    """How many pages of a gap are there that was free for longer than another, and of that, when some had to go."""
+    with opened(find_arena()) as arena:
+        first, wall, second, end = block(32 * MIB), block(MIB), block(32 * MIB), block(MIB)
+        places = first.data_ptr(), second.data_ptr()
+        del second, first
+        used_again = block(32 * MIB).data_ptr()
+        assert used_again in places
+        limit(arena, arena.present_bytes - 12 * MIB)
+        others = places[used_again == places[0]]
+        pages = resident_pages(others, 32 * MIB), resident_pages(used_again, 32 * MIB)
+        del wall, end
+    return pages
 
 
 def resident_pages(address: int, nbytes: int) -> int:
