@@ -18,23 +18,38 @@ def measured_call(
     """Run an op and tell how far it lifted the allocated bytes of a kind of device at its worst moment.
 
     PyTorch's allocators report every block to the profiler of the thread; started for one op it costs some
-    6 microseconds. Where the user's own profiler runs, nothing is measured and None is returned. The peak that the
-    CUDA allocator keeps itself would have to be reset for each op, and it is the user's to read.
+    6 microseconds. Where the user's own profiler runs, or there is no memory for this one, nothing is measured and
+    None is returned. The peak that the CUDA allocator keeps itself would have to be reset for each op, and it is the
+    user's to read.
     """
-    if _profiler._profiler_enabled():
+    if _profiler._profiler_enabled() or not _begin():
         return func(*args, **kwargs), None
     try:
-        _profiler._enable_profiler_legacy(_memory_only())
         result = func(*args, **kwargs)
     except BaseException:
-        with suppress(MemoryError, RuntimeError):  # it is switched off all the same, and the first error counts
-            if _profiler._profiler_enabled():  # else there was no memory for it
-                _profiler._disable_profiler_legacy()
+        _give_up()
         raise
     try:
         return result, _worst_rise(_profiler._disable_profiler_legacy(), device_type)
     except (MemoryError, RuntimeError):  # the op is done, and must not be run again for what was seen of it
         return result, None
+
+
+def _begin() -> bool:
+    """Switch the profiler on; False where there is no memory for that: the op may find enough for itself."""
+    try:
+        _profiler._enable_profiler_legacy(_memory_only())
+    except (MemoryError, RuntimeError):
+        _give_up()
+        return False
+    return True
+
+
+def _give_up() -> None:
+    """Switch the profiler off whatever happens: the error that is on its way counts, and not another."""
+    with suppress(MemoryError, RuntimeError):  # it is off all the same
+        if _profiler._profiler_enabled():  # else there was no memory for it
+            _profiler._disable_profiler_legacy()
 
 
 def _worst_rise(threads: Any, device_type: str) -> int:
