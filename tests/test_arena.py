@@ -48,15 +48,18 @@ def arena(process_arena: Arena) -> Iterator[Arena]:
 def opened(found: Arena | None) -> Iterator[Arena]:
     assert found is not None
     found.open()
-    yield found
-    limit(found, NO_LIMIT)
-    found.close()
+    try:
+        yield found
+    finally:
+        limit(found, NO_LIMIT)
+        found.close()
 
 
-def limit(arena: Arena, nbytes: int) -> None:
+def limit(arena: Arena, nbytes: int, *, in_step: bool = False) -> None:
     """Let the resident set be so many bytes larger than what is outside the arena."""
     resident = ResidentSet()
-    arena.keep_under(resident.nbytes - arena.present_bytes + nbytes, resident, 0)
+    keep = arena.keep_under if in_step else arena.make_room_beside
+    keep(resident.nbytes - arena.present_bytes + nbytes, resident, 0)
     resident.close()
 
 
@@ -205,19 +208,20 @@ def test_pages_stay_for_the_next_block(arena: Arena) -> None:
 
 
 def test_free_pages_go_where_others_would_come_over_the_limit(process_arena: Arena, run_child: RunChild) -> None:
-    assert run_child(most_present_bytes, 40 * MIB) <= 46 * MIB
+    before, after = run_child(pages_of_a_block_that_fits_no_gap, 30 * MIB)
+    assert before + 13 * MIB > 30 * MIB  # else nothing has to go
+    assert after <= 30 * MIB
 
 
-def most_present_bytes(limit_bytes: int) -> int:
-    """How many pages there were at most, in bytes, under a limit that each block by itself leaves room for."""
-    most = 0
+def pages_of_a_block_that_fits_no_gap(limit_bytes: int) -> tuple[int, int]:
+    """How many pages there are, in bytes, before and after a block comes that is larger than all gaps."""
     with opened(find_arena()) as arena:
         limit(arena, limit_bytes)
-        for size in (30, 7, 25, 12, 33, 1, 38):
-            held = [block(MIB), block(MIB), block(size * MIB)]
-            most = max(most, arena.present_bytes)
-            del held
-    return most
+        held = [block(size * MIB) for size in (12, 2, 12, 2)]
+        del held[2], held[0]
+        before = arena.present_bytes
+        held.append(block(13 * MIB))
+        return before, arena.present_bytes
 
 
 def test_pages_that_were_free_for_longest_go_first(process_arena: Arena, run_child: RunChild) -> None:
@@ -246,6 +250,31 @@ def resident_pages(address: int, nbytes: int) -> int:
         pages.seek(address // 4096 * 8)
         entries = pages.read(nbytes // 4096 * 8)
     return sum(entries[start + 7] >> 7 for start in range(0, len(entries), 8))
+
+
+def test_what_each_step_fills_at_its_most_stays_over_the_limit(process_arena: Arena, run_child: RunChild) -> None:
+    assert run_child(pages_after_steps, [40, 40, 40], 30) >= 40 * MIB
+
+
+def test_what_one_step_alone_filled_goes_in_the_next(process_arena: Arena, run_child: RunChild) -> None:
+    assert run_child(pages_after_steps, [40, 60, 40, 10], 30) <= 40 * MIB  # the one before filled 40
+    assert run_child(pages_after_steps, [40, 60, 10, 10], 30) <= 30 * MIB
+
+
+def test_what_each_step_fills_goes_for_what_comes_beside_tensors(process_arena: Arena, run_child: RunChild) -> None:
+    assert run_child(pages_after_steps, [40, 40, 40], 30, False) <= 30 * MIB
+
+
+def pages_after_steps(sizes: list[int], limit_mib: int, in_step: bool = True) -> int:
+    """How many pages are there, in bytes, after steps that filled so many MiB each, at most and for a moment."""
+    with opened(find_arena()) as arena:
+        for size in sizes:
+            arena.begin_step()
+            held = block(size * MIB)
+            del held
+            limit(arena, limit_mib * MIB, in_step=True)
+        limit(arena, limit_mib * MIB, in_step=in_step)
+        return arena.present_bytes
 
 
 def test_the_resident_set_keeps_to_a_sessions_limit(process_arena: Arena, run_child: RunChild) -> None:

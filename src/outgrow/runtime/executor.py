@@ -135,6 +135,7 @@ class Executor:
         self._modes = _len_torch_dispatch_stack()
         self._pool.reset_counters()
         self._ledger.on_death = recorder.died if recorder is not None else None
+        self._memory.begin_step()
         if self._is_counted:
             self._memory.count(self._budget)
             self._calls.begin()

@@ -22,12 +22,12 @@ def measured_call(
     None is returned. The peak that the CUDA allocator keeps itself would have to be reset for each op, and it is the
     user's to read.
     """
-    if _profiler._profiler_enabled() or not _begin():
+    if _profiler._profiler_enabled() or not _switch_on():
         return func(*args, **kwargs), None
     try:
         result = func(*args, **kwargs)
     except BaseException:
-        _give_up()
+        _switch_off()
         raise
     try:
         return result, _worst_rise(_profiler._disable_profiler_legacy(), device_type)
@@ -35,20 +35,20 @@ def measured_call(
         return result, None
 
 
-def _begin() -> bool:
-    """Switch the profiler on; False where there is no memory for that: the op may find enough for itself."""
+def _switch_on() -> bool:
+    """Start the profiler; False where there is no memory for that: the op may find enough for itself."""
     try:
         _profiler._enable_profiler_legacy(_memory_only())
     except (MemoryError, RuntimeError):
-        _give_up()
+        _switch_off()
         return False
     return True
 
 
-def _give_up() -> None:
-    """Switch the profiler off whatever happens: the error that is on its way counts, and not another."""
+def _switch_off() -> None:
+    """Stop the profiler if it runs, without a word: an error came before, and what was seen is of no use."""
     with suppress(MemoryError, RuntimeError):  # it is off all the same
-        if _profiler._profiler_enabled():  # else there was no memory for it
+        if _profiler._profiler_enabled():
             _profiler._disable_profiler_legacy()
 
 

@@ -3,7 +3,8 @@
 // glibc's heap cannot hold a budget and be fast as well. It asks for 96 bytes more than an aligned block has, so that a
 // block never fits the hole of one like it, and gives free pages back all at once or not at all. This allocator knows
 // which pages are there and which of them are free: an allocation goes where pages are, and where new ones would lift
-// the resident set over its limit, just as many go back as are needed, those first that were free for longest.
+// the resident set over its limit, just as many go back as are needed, those first that were free for longest. What
+// blocks fill at their most in each step stays: to give that back between two such moments would lower no peak.
 //
 // Small blocks, and all blocks while no session is open, are PyTorch's own allocator's.
 
@@ -50,12 +51,20 @@ class Arena final : public c10::Allocator {
   void open(bool is_open) {
     std::lock_guard<std::mutex> lock(mutex_);
     open_ = is_open;
-    if (!is_open) withdraw();
+    if (!is_open) withdraw(), most_used_ = most_before_ = kept_bytes_ = 0;
   }
 
-  void set_limit(size_t limit) {
+  // One step that fills more than others do not: what is kept was filled in both of the last two.
+  void begin_step() {
     std::lock_guard<std::mutex> lock(mutex_);
-    limit_ = limit;
+    kept_bytes_ = std::min(most_used_, most_before_);
+    most_before_ = most_used_;
+    most_used_ = used_bytes_;
+  }
+
+  void set_limit(size_t limit, bool strictly) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    limit_ = strictly ? limit : std::max({limit, kept_bytes_, most_used_});
     if (present_bytes_ > limit_) shed(present_bytes_ - limit_ + kSpare);
   }
 
@@ -103,6 +112,8 @@ class Arena final : public c10::Allocator {
   bool open_ = false;
   size_t limit_ = SIZE_MAX;
   size_t present_bytes_ = 0, used_bytes_ = 0;
+  size_t most_used_ = 0, most_before_ = 0;  // in this step and in the one before
+  size_t kept_bytes_ = 0;                   // no limit is lower that is not strict
   size_t reached_ = 0;  // addresses from here on cannot be used yet, and count nowhere
   uint32_t clock_ = 0;
   std::vector<Granule> granules_;
@@ -208,6 +219,7 @@ void Arena::take(size_t start, size_t size) {
   if (start + size < gap_end) add_gap(start + size, gap_end - start - size);
   blocks_.emplace(start, size);
   used_bytes_ += size;
+  most_used_ = std::max(most_used_, used_bytes_);
   const size_t end = (start + size + kGranule - 1) / kGranule;
   size_t fresh = 0;
   for (size_t i = start / kGranule; i < end; ++i) {
@@ -290,12 +302,16 @@ int outgrow_arena_install(size_t nbytes) {
 // Serve large blocks from now on, or no longer: blocks that are out stay good, free pages go back.
 void outgrow_arena_open(int is_open) { arena->open(is_open != 0); }
 
+// A step begins.
+void outgrow_arena_begin_step() { arena->begin_step(); }
+
 // Give back all pages that no block uses, and the addresses behind the last block.
 void outgrow_arena_give_back() { arena->give_back(); }
 
 // Have as many bytes of pages as the process may have in all, less those of it that are elsewhere: `statm` is the open
-// /proc/self/statm, which says how many there are. One call, since it is made before every large op.
-void outgrow_arena_keep_under(size_t nbytes, int statm, size_t page) {
+// /proc/self/statm, which says how many there are. One call, since it is made before every large op. If not `strictly`,
+// have at least as many as blocks fill at their most in each step.
+void outgrow_arena_keep_under(size_t nbytes, int statm, size_t page, int strictly) {
   char text[128];
   const ssize_t length = pread(statm, text, sizeof(text) - 1, 0);
   if (length <= 0) return;
@@ -303,7 +319,7 @@ void outgrow_arena_keep_under(size_t nbytes, int statm, size_t page) {
   size_t addresses = 0, resident = 0;
   if (sscanf(text, "%zu %zu", &addresses, &resident) != 2) return;
   const size_t ours = nbytes + arena->present_bytes(), all = resident * page;
-  arena->set_limit(std::max(ours, all) - all);
+  arena->set_limit(std::max(ours, all) - all, strictly != 0);
 }
 
 size_t outgrow_arena_present_bytes() { return arena->present_bytes(); }

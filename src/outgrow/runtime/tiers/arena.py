@@ -31,11 +31,12 @@ class Arena:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._open = library.outgrow_arena_open
+        self.begin_step: Callable[[], object] = library.outgrow_arena_begin_step
         self.give_back: Callable[[], object] = library.outgrow_arena_give_back
         self._keep_under = library.outgrow_arena_keep_under
         self._present = library.outgrow_arena_present_bytes
         self._used = library.outgrow_arena_used_bytes
-        self._keep_under.argtypes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t)
+        self._keep_under.argtypes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_int)
         self._keep_under.restype = None
         for function in (self._present, self._used):
             function.restype = ctypes.c_size_t
@@ -52,8 +53,15 @@ class Arena:
         return int(self._used())
 
     def keep_under(self, limit_bytes: int, resident: ResidentSet, nbytes: int) -> None:
-        """Tell the arena how many pages it may have; it keeps to that by itself when it hands out a block."""
-        self._keep_under(max(0, limit_bytes), resident.descriptor, resident.page_bytes)
+        """Tell the arena how many pages it may have; it keeps to that by itself when it hands out a block.
+
+        As many as blocks fill at their most in each step it keeps all the same.
+        """
+        self._keep_under(max(0, limit_bytes), resident.descriptor, resident.page_bytes, 0)
+
+    def make_room_beside(self, limit_bytes: int, resident: ResidentSet, nbytes: int) -> None:
+        """Give free pages back, those of the next steps too, if `nbytes` beside tensors would come over the limit."""
+        self._keep_under(max(0, limit_bytes - nbytes), resident.descriptor, resident.page_bytes, 1)
 
     def open(self) -> None:
         """Hand out memory. Each call has its `close`."""

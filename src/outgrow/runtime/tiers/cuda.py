@@ -46,6 +46,9 @@ class CudaMemory:
         if self._ledger.live_bytes + nbytes > self._budget - self._budget // _NEAR_SHARE:
             self._settle()
 
+    def begin_step(self) -> None:
+        """Nothing to do."""
+
     def make_room(self, nbytes: int) -> None:
         """Nothing to do: the allocator gives free blocks back to the device before it refuses memory."""
 

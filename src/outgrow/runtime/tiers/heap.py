@@ -106,6 +106,10 @@ class Heap:
         # Pages that are truly in use cannot be given back: look again only after some growth.
         self._busy_bytes = resident.nbytes
 
+    def make_room_beside(self, limit_bytes: int, resident: ResidentSet, nbytes: int) -> None:
+        """Give free pages back if `nbytes` beside tensors would come over the limit."""
+        self.keep_under(limit_bytes, resident, nbytes)
+
     def keep_apart(self) -> None:
         """Give all free pages back; blocks come from the system one by one from now on."""
         self._blocks.keep_apart()

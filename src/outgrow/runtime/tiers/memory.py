@@ -11,6 +11,9 @@ import torch
 class DeviceMemory(Protocol):
     """Where tensors get their memory while a session is open."""
 
+    def begin_step(self) -> None:
+        """A step begins."""
+
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory for a value that comes back, in the order of what the program computes.
 

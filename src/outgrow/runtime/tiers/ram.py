@@ -35,13 +35,18 @@ class Ram:
         self._memory.open()
         self.make_room(0)
 
+    def begin_step(self) -> None:
+        """A step begins: what it needs at its most was needed in those before, too."""
+        if isinstance(self._memory, Arena):
+            self._memory.begin_step()
+
     def make_room(self, nbytes: int) -> None:
         """Give free pages back if `nbytes` more would lift the resident set over its limit."""
         self._memory.keep_under(self._limit, self._resident, nbytes)
 
     def make_room_beside(self, nbytes: int) -> None:
         """Give free pages back if `nbytes` beside tensors would lift the resident set over its limit."""
-        self._memory.keep_under(self._limit - nbytes, self._resident, 0)
+        self._memory.make_room_beside(self._limit, self._resident, nbytes)
 
     @property
     def is_counted(self) -> bool:
