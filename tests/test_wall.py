@@ -32,6 +32,7 @@ from outgrow.tracing.ops import facts_of
 from steps import digest
 
 STEPS = 4
+SIZE = 128  # height = width of images: where they are smaller, Python's own objects fill too much of what a wall leaves
 
 
 class Dropout(nn.Module):
@@ -104,7 +105,7 @@ def train_at_wall(budget: int | None, slack: int | None) -> dict[str, Any]:
     session = None if budget is None else outgrow.Session(model, optimizer, budget=budget)
     found: dict[str, Any] = {"error": "", "kind": ""}
     try:
-        found |= train(model, optimizer, 96, session)
+        found |= train(model, optimizer, SIZE, session)
     except (RuntimeError, MemoryError, outgrow.OutgrowError) as error:
         found["error"], found["kind"] = str(error), type(error).__name__
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -213,11 +214,11 @@ def train_towards_the_wall(slack: int | None, folder: str, crowded: bool = False
     model = nn.Sequential(*layers[:12], crowd, *layers[12:])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     session = None if slack is None else outgrow.Session(model, optimizer, budget=1 << 40, spill_dir=folder)
-    train(model, optimizer, 48, session)
+    train(model, optimizer, SIZE // 2, session)
     if slack is not None:
         crowd.comes = crowded
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + slack, resource.RLIM_INFINITY))
-    found = {"error": "", **train(model, optimizer, 96, session)}
+    found = {"error": "", **train(model, optimizer, SIZE, session)}
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     if session is not None:
         session.close()
