@@ -4,8 +4,8 @@
 
 Budgets lie between the least feasible one and the plain peak, so that each plan has to move something. Steps take
 turns with plain ones: the last ratio compares times in terms of plain steps, so that a machine whose speed wavered
-since the plan was made does not count as a wrong prediction. Single steps waver by a tenth and more: of nine, the median
-is off by a tenth once in fifty to a hundred budgets by that alone, of fifteen once in a thousand.
+since the plan was made does not count as a wrong prediction. Single steps waver by a tenth and more: by that alone
+the median of nine is off by a tenth once in a hundred budgets, and that of fifteen once in a thousand.
 """
 
 from __future__ import annotations

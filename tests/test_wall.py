@@ -32,7 +32,7 @@ from outgrow.tracing.ops import facts_of
 from steps import digest
 
 STEPS = 4
-SIZE = 128  # height = width of images: where they are smaller, Python's own objects fill too much of what a wall leaves
+SIZE = 128  # height = width of images: with smaller ones Python's own objects fill too much of what a wall leaves
 
 
 class Dropout(nn.Module):
