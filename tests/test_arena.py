@@ -253,7 +253,8 @@ def resident_pages(address: int, nbytes: int) -> int:
 
 
 def test_what_each_step_fills_at_its_most_stays_over_the_limit(process_arena: Arena, run_child: RunChild) -> None:
-    assert run_child(pages_after_steps, [40, 40, 40], 30) >= 40 * MIB
+    assert run_child(pages_after_steps, [40], 30) >= 40 * MIB
+    assert run_child(pages_after_steps, [40, 40, 0], 30) >= 40 * MIB  # and for the next to begin with
 
 
 def test_what_one_step_alone_filled_goes_in_the_next(process_arena: Arena, run_child: RunChild) -> None:
@@ -337,6 +338,23 @@ def resident_growth_while_planning() -> tuple[int, int, int]:
 
 
 # --- sessions ---
+
+
+def test_the_arena_learns_of_each_step_that_begins(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, begun = torch.nn.Linear(4, 4), 0
+    really_begin = arena.begin_step
+
+    def begin_step() -> None:
+        nonlocal begun
+        begun += 1
+        really_begin()
+
+    monkeypatch.setattr(arena, "begin_step", begin_step)
+    with outgrow.Session(model, budget="1GiB") as session:
+        for number in range(1, 4):
+            with session.step():
+                assert begun == number
+                model(torch.ones(2, 4)).sum().backward()
 
 
 def test_blocks_outlive_the_session_and_go_back_when_they_are_dropped(process_arena: Arena) -> None:

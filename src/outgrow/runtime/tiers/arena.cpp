@@ -4,7 +4,7 @@
 // block never fits the hole of one like it, and gives free pages back all at once or not at all. This allocator knows
 // which pages are there and which of them are free: an allocation goes where pages are, and where new ones would lift
 // the resident set over its limit, just as many go back as are needed, those first that were free for longest. What
-// blocks fill at their most in each step stays: to give that back between two such moments would lower no peak.
+// blocks fill at their most in each step stays: to give that back between two such moments would hardly lower a peak.
 //
 // Small blocks, and all blocks while no session is open, are PyTorch's own allocator's.
 
@@ -51,10 +51,12 @@ class Arena final : public c10::Allocator {
   void open(bool is_open) {
     std::lock_guard<std::mutex> lock(mutex_);
     open_ = is_open;
-    if (!is_open) withdraw(), most_used_ = most_before_ = kept_bytes_ = 0;
+    if (is_open) return;
+    withdraw();
+    most_used_ = most_before_ = kept_bytes_ = 0;
   }
 
-  // One step that fills more than others do not: what is kept was filled in both of the last two.
+  // What is kept was filled in both of the last two steps: one that fills more than the others does not count.
   void begin_step() {
     std::lock_guard<std::mutex> lock(mutex_);
     kept_bytes_ = std::min(most_used_, most_before_);

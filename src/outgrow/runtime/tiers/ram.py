@@ -36,7 +36,7 @@ class Ram:
         self.make_room(0)
 
     def begin_step(self) -> None:
-        """A step begins: what it needs at its most was needed in those before, too."""
+        """A step begins: the arena, if there is one, keeps what steps fill one after the other."""
         if isinstance(self._memory, Arena):
             self._memory.begin_step()
 
