@@ -32,9 +32,6 @@ _MOST_RECORDINGS = 4
 _MOST_SEARCHES = 4
 # Another plan must be this much faster: its recipes have to be proved, and memory has to settle once more.
 _WORTH_CHANGING = 0.97
-# The share of the budget that a plan fills, if the step is predicted to be no slower than by this factor for it.
-_HEADROOM_SHARE = 0.85
-_HEADROOM_COST = 1.03
 
 
 @dataclass
@@ -98,26 +95,11 @@ class Planner:
         self._make_room = make_room
 
     def plan(self, problem: Problem) -> Plan:
-        """A plan that leaves the allocator some room, where that costs little.
-
-        An allocator finds free blocks of the right size the more often the less full it is; where it does not, pages
-        are given back and taken anew, which costs more than the copies of a few more values. What the step is
-        predicted to do goes by the whole budget, as the runtime does.
-        """
+        """The policy's plan, ready for a session."""
         if self._make_room is not None:
             self._make_room(len(problem.trace.ops) * self._BYTES_PER_OP)
-        plan = self._best(problem)
-        return replace(plan if problem.on_cpu else with_releases(plan), problem=problem)
-
-    def _best(self, problem: Problem) -> Plan:
         plan = self._policy.plan(problem).laid_out()
-        if keeps_everything(plan):
-            return plan
-        less = problem.with_budget(int(problem.budget_bytes * _HEADROOM_SHARE))
-        roomy = self._policy.plan(less).laid_out()
-        wanted, offered = plan.simulate(), roomy.simulate()
-        costs_little = offered.step_seconds <= wanted.step_seconds * _HEADROOM_COST
-        return roomy if offered.feasible and costs_little else plan
+        return plan if problem.on_cpu else with_releases(plan)
 
     def compare(self, kind: StepKind, outcome: StepOutcome, hardware: Hardware, budget_bytes: int) -> bool:
         """Adapt: a step under a plan was measured. Whether the plan is now another one.

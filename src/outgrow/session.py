@@ -170,6 +170,7 @@ class Session:
             self._arrived,
             self._rebuild,
             least_moved_bytes,
+            backend.fast_path,
         )
         self._executor = Executor(
             self._ledger,
@@ -182,6 +183,7 @@ class Session:
             self._gradients,
             backend.clock,
             convolutions,
+            backend.fast_path,
         )
         self._hardware: Hardware | None = None
         self._kinds: list[StepKind] = []
@@ -280,6 +282,7 @@ class Session:
             self._pool.close()
         finally:
             self._memory.close()
+            self._executor.close()
             self._ledger.close()
 
     def __enter__(self) -> Session:

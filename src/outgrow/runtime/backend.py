@@ -12,6 +12,7 @@ from outgrow.runtime.copies.copy import Copies
 from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.copies.cuda import CudaCopies
 from outgrow.runtime.copies.streams import CudaStreams
+from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.tiers.cuda import CudaMemory
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.host import HostTier, pinned
@@ -23,12 +24,17 @@ from outgrow.tracing.ledger import Ledger
 
 @dataclass(frozen=True)
 class Backend:
-    """The parts of one device. `clock` is None where what was asked for is over when the call returns."""
+    """The parts of one device.
+
+    `clock` is None where what was asked for is over when the call returns, and `fast_path` where no op runs past the
+    dispatch mode.
+    """
 
     memory: DeviceMemory
     places: Places
     copies: Copies
     clock: DeviceClock | None
+    fast_path: FastPath | None = None
 
 
 def open_backend(
@@ -40,8 +46,9 @@ def open_backend(
         HostBudgetTooSmall: that is not even enough for the way to the disk.
     """
     if device.type == "cpu":
-        memory = Ram(psutil.Process().memory_info().rss - ledger.live_bytes, budget_bytes)
-        return Backend(memory, spill, CpuCopies(spill), None)
+        ram = Ram(psutil.Process().memory_info().rss - ledger.live_bytes, budget_bytes)
+        fast_path = FastPath(ledger, budget_bytes, ram)
+        return Backend(ram, spill, CpuCopies(spill, fast_path.ring), None, fast_path)
     assert host_bytes is not None, "a device other than the CPU has a host beside it"
     places = HostTier(host_bytes, spill, pinned)
     streams = CudaStreams(device)

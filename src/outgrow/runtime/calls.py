@@ -68,7 +68,7 @@ class Calls:
                 return call(func, args, kwargs)
             except (RuntimeError, MemoryError) as error:
                 # A list of tensors may be half updated: running the op again would update the first half twice.
-                half_done = facts.writes and ("_foreach_" in facts.name or "_fused_" in facts.name)
+                half_done = facts.writes and facts.over_lists
                 half_done = half_done or facts.is_collective  # the other processes have answered the first call
                 if half_done or not is_out_of_memory(error):
                     raise

@@ -31,6 +31,7 @@ from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.copies.copy import Copies
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
+from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.follower import Follower
 from outgrow.runtime.handles import Handle, node_that_unpacks
 from outgrow.runtime.outcome import StepOutcome
@@ -67,14 +68,16 @@ class Executor:
         gradients: Callable[[], Iterable[torch.Tensor]],
         clock: DeviceClock | None = None,
         convolutions: Convolutions | None = None,
+        fast_path: FastPath | None = None,
     ) -> None:
         """`too_small` makes the error for an op at which so many bytes are needed at least.
 
         `gradients` are those that the parameters have now. `clock` is the device's, where that runs beside the host;
         on a CPU what was asked for is over when the call returns, and the host's clock is right. `convolutions` says
-        how their algorithms are chosen, where there are several.
+        how their algorithms are chosen, where there are several. `fast_path` is for ops that need no care.
         """
         self._ledger = ledger
+        self._fast = fast_path or FastPath(ledger, budget_bytes, None)
         self._clock = clock
         # The backward pass of a GPU runs on a thread of autograd's own, while the one that asked for it waits.
         self._changes_threads = ledger.device_type != "cpu"
@@ -149,6 +152,10 @@ class Executor:
                 stack.enter_context(_Watch(self, self._table))
             if self._parking.on:
                 stack.enter_context(Access(self._parking))
+            parks = self._parking.on or self._parking.busy
+            cares_for_all = not watch or recorder is not None or parks or self._ledger.hidden_bytes > 0
+            self._fast.begin(None if cares_for_all else plan, self._modes + 1)
+            self._fast.passes_writes = not self._recomputer.on and not self._pool.dropped
             self._stack = stack.pop_all()
         self._started = self._left_at = time.perf_counter()
         self._left_lost = 0.0
@@ -163,7 +170,7 @@ class Executor:
         try:
             with torch._C.DisableTorchFunction():
                 self._parking.end()
-            self._peak = max(self._peak, self._ledger.live_bytes)
+            self._peak = max(self._peak, self._fast.peak_bytes, self._ledger.live_bytes)
             seconds = time.perf_counter() - self._started
             stall_seconds = self._pool.stall_seconds
             recompute_seconds = self._recomputer.seconds + self._parking.remake_seconds
@@ -207,6 +214,7 @@ class Executor:
     def _close_stack(self) -> None:
         """Take hooks and mode off."""
         assert self._stack is not None
+        self._fast.end(followed=self._follower.done and not self._pool.faults)
         self._stack.close()
         self._stack = None
         self._recorder = None
@@ -216,7 +224,6 @@ class Executor:
         self._packs: list[int] = []
         self._numbers = 0
         self._saved_bytes = 0
-        self._op = 0
         self._blind = False
         self._peak = 0
         self._watched = False
@@ -230,6 +237,10 @@ class Executor:
         recorded = self._recorder is not None
         self._parking.begin(plan, self._kinds, verdicts, on_demand=on_demand, recorded=recorded)
         self._demand.begin(self._kinds, on=on_demand)
+
+    def close(self) -> None:
+        """The session ends: there will be no more steps."""
+        self._fast.close()
 
     # --- the clock ---
 
@@ -328,6 +339,8 @@ class Executor:
             return
         if self._follower.advance(event, handle, entry):
             self._peak = max(self._peak, self._ledger.live_bytes)
+            if self._follower.done:  # recipes are of no use any more
+                self._fast.passes_writes = not self._pool.dropped
         else:
             self._depart()
 
@@ -373,6 +386,7 @@ class Executor:
 
     def _prepare(self, facts: OpFacts, need: Need) -> None:
         """Make room for an op in the budget and in the resident set."""
+        self._fast.hear()
         if self._parking.busy:
             self._parking.land()
         if self._is_counted:
@@ -395,6 +409,7 @@ class Executor:
         self._follower.begin(None)
         self._reuser.begin(None, {})
         self._parking.depart()
+        self._fast.stop()
         # The mode can join a step that began without it, but only where contexts end in the order in which they
         # began: not inside the backward pass, whose thread state is put back, and not inside a mode of the user's.
         in_backward = torch._C._current_graph_task_id() != -1
@@ -409,12 +424,13 @@ class Executor:
         """Run one op inside the pool's care."""
         if self._changes_threads:
             self._come_here()
-        recorder = self._recorder
+        fast, recorder = self._fast, self._recorder
         if recorder is not None:
             # The program's own time since the last op; what our copies and recipes took is no cost of the step.
             own = max(0.0, time.perf_counter() - self._left_at - (self._lost_seconds - self._left_lost))
         # Before anything of ours holds the arguments: it counts who refers to them.
-        is_free = self._reuser.on and self._reuser.may_write_over(self._op, facts.name, args)
+        number = fast.number
+        is_free = self._reuser.on and self._reuser.may_write_over(number, facts.name, args)
         inputs = tensors_in(args, kwargs)
         ledger, parking, recomputer = self._ledger, self._parking, self._recomputer
         see, known = ledger.see, ledger.newest
@@ -432,9 +448,9 @@ class Executor:
                     changed = see(tensor)
                     if changed is not None:
                         parking.before_change(changed)
-        contents = recomputer.contents_before(self._op, facts, args, kwargs, inputs) if recomputer.on else None
-        number, newest = self._op, ledger.newest
-        self._op += 1
+        contents = recomputer.contents_before(number, facts, args, kwargs, inputs) if recomputer.on else None
+        newest = ledger.newest
+        fast.number = number + 1
         signature, need = self._needs.before(func, facts, args, kwargs)
         is_free = is_free and contents is None
         # A recorded step runs the plain ops: their trace is that of the plain step.
@@ -479,6 +495,11 @@ class Executor:
             record.writes += 1
         if contents is not None:
             recomputer.take_down(func, facts, args, kwargs, contents, result)
+        elif fast.learns and need.measured and not (is_free or facts.draws or facts.over_lists):
+            if not facts.writes:
+                fast.needs_no_care(number, rise)
+            elif fast.passes_writes and not any(map(self._pool.has_place_in, written)):
+                fast.needs_no_care(number, rise, writes=True)
         self._peak = max(self._peak, before + rise, ledger.live_bytes)
         if recorder is not None:
             recorder.op(
@@ -502,7 +523,10 @@ class Executor:
 
     def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A view will be made: an op of the trace, which needs no care."""
-        self._op += 1
+        number = self._fast.number
+        self._fast.number = number + 1
+        if self._fast.learns:
+            self._fast.needs_no_care(number, 0)
         if self._parking.busy:  # bounds are checked against the storage
             self._parking.touch(tensors_in(args, kwargs))
 

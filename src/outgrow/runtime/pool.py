@@ -20,6 +20,7 @@ from outgrow.planning.plan import Replay
 from outgrow.planning.recipes import burst
 from outgrow.runtime.copies.copy import Copies, Copy
 from outgrow.runtime.entry import Entry
+from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.tiers.place import Place, Places
@@ -66,8 +67,13 @@ class Pool:
         on_arrival: Callable[[Entry], None],
         rebuild: Callable[[Entry], torch.UntypedStorage],
         least_moved_bytes: int,
+        fast_path: FastPath | None = None,
     ) -> None:
-        """`places` is the next tier, `copies` leads there, and `memory` is the device's own."""
+        """`places` is the next tier, `copies` leads there, and `memory` is the device's own.
+
+        `fast_path` is told where saved values lie.
+        """
+        self._fast = fast_path
         self._ledger = ledger
         self._budget = budget_bytes
         self._on_arrival = on_arrival
@@ -109,7 +115,7 @@ class Pool:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = Entry(record, tensor.untyped_storage(), tensor._version)
-            self._at.setdefault(record.serial, []).append(entry)
+            self._place(entry)
         entry.handles += 1
         self._touch(entry)
         return entry
@@ -254,7 +260,7 @@ class Pool:
         entry.storage = storage
         self._forget_place(entry)
         entry.record = self._ledger.see_storage(storage)
-        self._at.setdefault(entry.record.serial, []).append(entry)
+        self._place(entry)
 
     def _keep(self, entry: Entry) -> None:
         """A value that was made anew stays until its own use."""
@@ -437,7 +443,7 @@ class Pool:
         entry.storage = storage
         self._forget_place(entry)
         entry.record = self._ledger.see_storage(storage)
-        self._at.setdefault(entry.record.serial, []).append(entry)
+        self._place(entry)
         entry.reading = self._copies.back.submit(slot, storage.data_ptr())
         self._touch(entry)
         self._on_arrival(entry)
@@ -516,12 +522,26 @@ class Pool:
         self.land()
         return True
 
+    def _place(self, entry: Entry) -> None:
+        """Note where a value lies."""
+        there = self._at.setdefault(entry.record.serial, [])
+        if not there:
+            self._tell(entry.record, is_there=True)
+        there.append(entry)
+
     def _forget_place(self, entry: Entry) -> None:
-        there = self._at.get(entry.record.serial, [])
+        there = self._at.get(entry.record.serial)
+        if there is None:
+            return
         if entry in there:
             there.remove(entry)
         if not there:
-            self._at.pop(entry.record.serial, None)
+            del self._at[entry.record.serial]
+            self._tell(entry.record, is_there=False)
+
+    def _tell(self, record: StorageRecord, *, is_there: bool) -> None:
+        if self._fast is not None:
+            self._fast.saved(record, is_there=is_there)
 
     def _may_leave(self, entry: Entry) -> bool:
         return (
@@ -570,6 +590,8 @@ class Pool:
             self._leaving.clear()
             self._abandoned.clear()
             self._recent.clear()
+            for there in self._at.values():
+                self._tell(there[0].record, is_there=False)
             self._at.clear()
             self._places.close()
         if failure is not None:

@@ -5,23 +5,37 @@ The one place that measures live bytes: the recorder dates values by it, the run
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
+
+
+class Count(Protocol):
+    """Who counts the bytes of some storages from the moment that they are made, seen or not."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those that are alive."""
+
+    def has(self, address: int) -> bool:
+        """Whether the memory at `address` is one of them."""
 
 
 class StorageRecord:
     """One storage that was seen, for as long as it lives."""
 
-    __slots__ = ("address", "aliases", "nbytes", "ref", "serial", "writes")
+    __slots__ = ("address", "aliases", "booked", "nbytes", "ref", "serial", "writes")
 
     def __init__(self, serial: int, address: int, nbytes: int) -> None:
         self.serial = serial
         self.address = address
         self.nbytes = nbytes
+        self.booked = 0  # bytes of it that the ledger counts itself
         self.aliases = 0  # tensors of ours on this storage
         self.writes = 0  # ops that were seen to write to it
         self.ref: _StorageRef | None = None
@@ -46,7 +60,8 @@ class Ledger:
     """Live storages of one device and their total.
 
     Attributes:
-        live_bytes: bytes of all storages alive that were ever shown to the ledger, `unseen_bytes` and `hidden_bytes`.
+        booked: the part of the live bytes that is counted here, where native code can read it.
+        count: who counts the others; None for nobody.
         unseen_bytes: what an allocator said it had given out beyond those, when it was asked last; 0 if it never was.
         hidden_bytes: bytes of storages that are known to be alive, and that no op was given so far.
         on_death: called with the record of each storage that goes; None for nobody.
@@ -56,7 +71,8 @@ class Ledger:
         """`index` tells devices of a type apart; None takes all of them for one."""
         self.device_type = device_type
         self._index = index
-        self.live_bytes = 0
+        self.booked = ctypes.c_longlong(0)
+        self.count: Count | None = None
         self.unseen_bytes = 0
         self.hidden_bytes = 0
         self.on_death: Callable[[StorageRecord], None] | None = None
@@ -70,6 +86,12 @@ class Ledger:
     def device(self) -> torch.device:
         """The device whose storages it sees."""
         return torch.device(self.device_type if self._index is None else f"{self.device_type}:{self._index}")
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all storages alive that were ever shown to the ledger, `unseen_bytes` and `hidden_bytes`."""
+        count = self.count
+        return self.booked.value if count is None else self.booked.value + count.nbytes
 
     @property
     def newest(self) -> int:
@@ -86,13 +108,13 @@ class Ledger:
         From here on live bytes go up and down from that.
         """
         self._book_deaths_elsewhere()
-        self.unseen_bytes += allocated_bytes - self.live_bytes
-        self.live_bytes = allocated_bytes
+        self.unseen_bytes += allocated_bytes - self.booked.value
+        self.booked.value = allocated_bytes
 
     def hide(self, nbytes: int) -> None:
         """So many bytes are alive in storages that nobody can show yet."""
         self.hidden_bytes += nbytes
-        self.live_bytes += nbytes
+        self.booked.value += nbytes
 
     def show_hidden(self, known: int) -> None:
         """The storages with serial numbers above `known` are some of those that were hidden."""
@@ -100,7 +122,7 @@ class Ledger:
             if record.serial > known:
                 shown = min(record.nbytes, self.hidden_bytes)
                 self.hidden_bytes -= shown
-                self.live_bytes -= shown
+                self.booked.value -= shown
 
     def work_here(self) -> None:
         """From now on the calling thread is the training's."""
@@ -136,11 +158,25 @@ class Ledger:
             record.ref = _StorageRef(storage, self._died)
             record.ref.record = record
             self._records[address] = record
-            self.live_bytes += record.nbytes
+            self._book(record, storage)
         elif record.nbytes != (size := storage.nbytes()):  # resized in place
-            self.live_bytes += size - record.nbytes
             record.nbytes = size
+            self._book(record, storage)
         return record
+
+    def _book(self, record: StorageRecord, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is new or has other memory, unless that is counted already."""
+        booked = 0 if self._is_counted(storage) else record.nbytes
+        self.booked.value += booked - record.booked
+        record.booked = booked
+
+    def _is_counted(self, storage: torch.UntypedStorage) -> bool:
+        if self.count is None:
+            return False
+        try:
+            return self.count.has(storage.data_ptr())
+        except RuntimeError:  # no memory behind it: a compiler traces
+            return False
 
     def _died(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(ref, _StorageRef)
@@ -158,7 +194,7 @@ class Ledger:
     def _book_death(self, record: StorageRecord) -> None:
         if self._records.get(record.address) is record:
             del self._records[record.address]
-        self.live_bytes -= record.nbytes
+        self.booked.value -= record.booked
         if self.on_death is not None:
             self.on_death(record)
 
@@ -167,5 +203,6 @@ class Ledger:
         for record in self._records.values():
             record.ref = None
         self._records.clear()
-        self.live_bytes = self.unseen_bytes = self.hidden_bytes = 0
+        self.booked.value = self.unseen_bytes = self.hidden_bytes = 0
+        self.count = None
         self.on_death = None

@@ -50,6 +50,7 @@ class OpFacts:
     `reads_shape`: of its first argument it reads no elements: `zeros_like`, `x.new_empty`.
     `is_collective`: it hands its arguments, and nothing else, to threads that exchange them with other processes and
     may write to them for as long as nobody has waited for that. Its schema does not say that it writes.
+    `over_lists`: it takes lists of tensors in turn: where it fails, half of them may be done.
     """
 
     name: str
@@ -63,6 +64,7 @@ class OpFacts:
     overwrites: bool
     reads_shape: bool
     is_collective: bool
+    over_lists: bool
 
 
 def facts_of(func: Any) -> OpFacts:
@@ -79,6 +81,7 @@ def facts_of(func: Any) -> OpFacts:
     is_aten = func.namespace == "aten"
     base = name.split(".")[1] if is_aten else ""
     is_blank = name.startswith(_BLANK)
+    over_lists = name.startswith(_OVER_LISTS)
     takes_one_tensor = sum("Tensor" in str(argument.type) for argument in schema.arguments) == 1
     is_view = bool(returns) and not writes and all(item.alias_info is not None for item in returns)
     return OpFacts(
@@ -87,12 +90,13 @@ def facts_of(func: Any) -> OpFacts:
         makes_outputs=any(item.alias_info is None for item in returns),
         is_bookkeeping=func.namespace in ("prim", "profiler"),
         writes=tuple(writes),
-        is_repeatable=is_aten and not is_blank and not name.startswith(_OVER_LISTS),
+        is_repeatable=is_aten and not is_blank and not over_lists,
         draws=torch.Tag.nondeterministic_seeded in func.tags or base in _UNTAGGED_DICE,
         is_blank=is_blank,
         overwrites=base in _OVERWRITING,
         reads_shape=takes_one_tensor and (base.endswith("_like") or base.startswith("new_")),
         is_collective=is_collective,
+        over_lists=over_lists,
     )
 
 

@@ -56,10 +56,14 @@ class LaneCopy(Copy):
 class Lane:
     """Copies in one direction, first in first out, on one thread that starts with the first copy."""
 
-    def __init__(self, name: str, move: Callable[[Any, int], None]) -> None:
-        """`move` copies between a place of the tier that the lane leads to and memory at an address."""
+    def __init__(self, name: str, move: Callable[[Any, int], None], ring: Callable[[], None] = lambda: None) -> None:
+        """`move` copies between a place of the tier that the lane leads to and memory at an address.
+
+        `ring` is called on the lane's thread when a copy is over.
+        """
         self._name = name
         self._move = move
+        self._ring = ring
         self._queue: SimpleQueue[LaneCopy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -123,13 +127,15 @@ class Lane:
             self.processor_seconds += time.thread_time() - processor
             self.moved_bytes += copy.slot.nbytes
         copy.finish()
+        self._ring()
 
 
 class CpuCopies:
     """Copies between RAM and the spill file."""
 
-    def __init__(self, spill: SpillFile) -> None:
-        self.out = Lane("outgrow-copy-out", spill.write)
+    def __init__(self, spill: SpillFile, ring: Callable[[], None] = lambda: None) -> None:
+        """`ring` is called when a copy out is over, and its memory can go, on the thread that made it."""
+        self.out = Lane("outgrow-copy-out", spill.write, ring)
         self.back = Lane("outgrow-copy-in", spill.read)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <map>
@@ -35,6 +36,16 @@ constexpr size_t kGrowth = 16 << 20;     // addresses that are made usable at a 
 constexpr int kTries = 24;               // gaps that are looked at for one block
 
 size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+
+// The bytes of some blocks, as they were asked for: of those that a thread made while it counted, large and small. Its
+// owner may set `most` to `bytes`.
+struct Count {
+  std::atomic<int64_t> bytes{0}, most{0};
+
+  void add(size_t n) { most = std::max<int64_t>(most, bytes += n); }
+};
+
+thread_local Count* counting = nullptr;  // what this thread's new blocks count in
 
 class Arena final : public c10::Allocator {
  public:
@@ -85,6 +96,21 @@ class Arena final : public c10::Allocator {
     return used_bytes_;
   }
 
+  bool counts(Count* count, void* pointer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (const auto block = blocks_.find(static_cast<char*>(pointer) - begin_); block != blocks_.end())
+      return block->second.count == count;
+    const auto block = elsewhere_.find(pointer);
+    return block != elsewhere_.end() && block->second.count == count;
+  }
+
+  void end_count(Count* count) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [start, block] : blocks_)
+      if (block.count == count) block.count = nullptr;
+    std::erase_if(elsewhere_, [count](const auto& item) { return item.second.count == count; });
+  }
+
   void before_fork() { mutex_.lock(); }
   void after_fork() { mutex_.unlock(); }
 
@@ -96,12 +122,20 @@ class Arena final : public c10::Allocator {
     bool present = false;
   };
 
+  struct Block {
+    size_t size;   // whole pages
+    size_t asked;  // bytes that were wanted
+    Count* count;  // what it counts in, if anything
+  };
+
   static void release(void* pointer);
+  c10::DataPtr allocate_counted(size_t n);
+  void leave(void* pointer);
   size_t place(size_t size) const;
   bool reach(size_t end);
   void withdraw();
   size_t missing(size_t start, size_t size) const;
-  void take(size_t start, size_t size);
+  void take(size_t start, size_t size, size_t asked);
   void free(size_t start);
   void shed(size_t nbytes);
   void add_gap(size_t start, size_t size);
@@ -122,7 +156,8 @@ class Arena final : public c10::Allocator {
   std::vector<std::pair<uint32_t, size_t>> idle_;  // room to list granules in, each with for how long it was free
   std::map<size_t, size_t> gaps_;                // start -> size
   std::set<std::pair<size_t, size_t>> by_size_;  // the same, as (size, start)
-  std::unordered_map<size_t, size_t> blocks_;    // start -> size
+  std::unordered_map<size_t, Block> blocks_;     // by their start
+  std::unordered_map<void*, Block> elsewhere_;   // blocks of PyTorch's own allocator that are counted
 };
 
 Arena* arena = nullptr;  // lives as long as the process: its blocks may outlive everything else
@@ -134,7 +169,7 @@ c10::DataPtr Arena::allocate(size_t n) {
     if (open_) {
       const size_t start = place(size);
       if (start != SIZE_MAX && reach(start + size)) {
-        take(start, size);
+        take(start, size, n);
         lock.unlock();
         char* const block = begin_ + start;
         c10::DataPtr owner{block, block, &Arena::release, c10::Device(c10::DeviceType::CPU)};
@@ -143,7 +178,25 @@ c10::DataPtr Arena::allocate(size_t n) {
       }
     }
   }
-  return base_->allocate(n);
+  return counting != nullptr && n > 0 ? allocate_counted(n) : base_->allocate(n);
+}
+
+c10::DataPtr Arena::allocate_counted(size_t n) {
+  void* const block = base_->raw_allocate(n);
+  c10::DataPtr owner{block, block, &Arena::release, c10::Device(c10::DeviceType::CPU)};
+  std::lock_guard<std::mutex> lock(mutex_);
+  elsewhere_.insert_or_assign(block, Block{0, n, counting});
+  counting->add(n);
+  return owner;
+}
+
+// A block of PyTorch's own allocator goes.
+void Arena::leave(void* pointer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto block = elsewhere_.find(pointer);
+  if (block == elsewhere_.end()) return;
+  block->second.count->bytes -= block->second.asked;
+  elsewhere_.erase(block);
 }
 
 // Called by destructors, which may not throw. Where there is no memory to tell a profiler or to note that there is a
@@ -151,6 +204,7 @@ c10::DataPtr Arena::allocate(size_t n) {
 void Arena::release(void* pointer) {
   char* const block = static_cast<char*>(pointer);
   const bool is_ours = block >= arena->begin_ && block < arena->begin_ + arena->nbytes_;
+  if (!is_ours) arena->leave(pointer);
   try {
     if (is_ours)
       c10::profiledCPUMemoryReporter().Delete(pointer);
@@ -213,13 +267,14 @@ size_t Arena::missing(size_t start, size_t size) const {
   return bytes;
 }
 
-void Arena::take(size_t start, size_t size) {
+void Arena::take(size_t start, size_t size, size_t asked) {
   auto gap = std::prev(gaps_.upper_bound(start));
   const size_t gap_start = gap->first, gap_end = gap->first + gap->second;
   remove_gap(gap);
   if (gap_start < start) add_gap(gap_start, start - gap_start);
   if (start + size < gap_end) add_gap(start + size, gap_end - start - size);
-  blocks_.emplace(start, size);
+  blocks_.emplace(start, Block{size, asked, counting});
+  if (counting != nullptr) counting->add(asked);
   used_bytes_ += size;
   most_used_ = std::max(most_used_, used_bytes_);
   const size_t end = (start + size + kGranule - 1) / kGranule;
@@ -235,7 +290,8 @@ void Arena::take(size_t start, size_t size) {
 
 void Arena::free(size_t start) {
   const auto block = blocks_.find(start);
-  size_t size = block->second;
+  size_t size = block->second.size;
+  if (block->second.count != nullptr) block->second.count->bytes -= block->second.asked;
   blocks_.erase(block);
   used_bytes_ -= size;
   ++clock_;
@@ -327,4 +383,19 @@ void outgrow_arena_keep_under(size_t nbytes, int statm, size_t page, int strictl
 size_t outgrow_arena_present_bytes() { return arena->present_bytes(); }
 
 size_t outgrow_arena_used_bytes() { return arena->used_bytes(); }
+
+// A count of its own: two numbers of 64 bits, bytes now and at most.
+void* outgrow_arena_new_count() { return new Count; }
+
+// Blocks that this thread makes from here on count in it; null: in none.
+void outgrow_arena_count_in(void* count) { counting = static_cast<Count*>(count); }
+
+// Whether the memory at `pointer` is a block that counts there.
+int outgrow_arena_counts(void* count, void* pointer) { return arena->counts(static_cast<Count*>(count), pointer); }
+
+// The count is not wanted any more; its blocks stay.
+void outgrow_arena_end_count(void* count) {
+  arena->end_count(static_cast<Count*>(count));
+  delete static_cast<Count*>(count);
+}
 }

@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import torch
-
-from outgrow.cache import cache_folder
+from outgrow.runtime.native import built
 from outgrow.runtime.tiers.resident import ResidentSet
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("arena.cpp")
 # Addresses for each byte of the machine's memory: between blocks there are holes, and addresses cost nothing.
 _ADDRESSES_PER_BYTE = 2
-_COMPILE_SECONDS = 120
+
+
+class ArenaCount:
+    """The bytes of those blocks that native code made while it counted here; `address` is what it counts in."""
+
+    def __init__(self, address: int, counts: Callable[[int, int], int], end: Callable[[int], None]) -> None:
+        self.address = address
+        self._nbytes = ctypes.c_longlong.from_address(address)
+        self._counts = counts
+        self._end = end
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those that are alive."""
+        return self._nbytes.value
+
+    def has(self, address: int) -> bool:
+        """Whether the memory at `address` is one of them."""
+        return bool(self._counts(self.address, address))
+
+    def close(self) -> None:
+        """Count no more; the blocks stay."""
+        self._end(self.address)
 
 
 class Arena:
@@ -40,6 +57,16 @@ class Arena:
         self._keep_under.restype = None
         for function in (self._present, self._used):
             function.restype = ctypes.c_size_t
+        self._new_count = library.outgrow_arena_new_count
+        self._new_count.restype = ctypes.c_void_p
+        self._counts = library.outgrow_arena_counts
+        self._counts.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        self._end_count = library.outgrow_arena_end_count
+        self._end_count.argtypes = (ctypes.c_void_p,)
+        self._end_count.restype = None
+        # For native code: how a thread counts, and how it makes room.
+        self.count_in_address = ctypes.cast(library.outgrow_arena_count_in, ctypes.c_void_p).value
+        self.keep_under_address = ctypes.cast(library.outgrow_arena_keep_under, ctypes.c_void_p).value
         self._users = 0
 
     @property
@@ -63,6 +90,10 @@ class Arena:
         """Give free pages back, those of the next steps too, if `nbytes` beside tensors would come over the limit."""
         self._keep_under(max(0, limit_bytes - nbytes), resident.descriptor, resident.page_bytes, 1)
 
+    def new_count(self) -> ArenaCount:
+        """A count that blocks can be made in."""
+        return ArenaCount(self._new_count(), self._counts, self._end_count)
+
     def open(self) -> None:
         """Hand out memory. Each call has its `close`."""
         self._users += 1
@@ -82,40 +113,12 @@ def find_arena() -> Arena | None:
         return None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        library = ctypes.CDLL(str(_library()))
+        library = ctypes.CDLL(str(built(_SOURCE, "c10")))
     except (OSError, subprocess.SubprocessError) as error:
-        _log.info("no arena, tensors stay on the heap: %s", error)
+        _LOG.info("no arena, tensors stay on the heap: %s", error)
         return None
     library.outgrow_arena_install.argtypes = (ctypes.c_size_t,)
     if library.outgrow_arena_install(_ADDRESSES_PER_BYTE * memory):
-        _log.info("no arena, tensors stay on the heap: no addresses for it, or another allocator comes first")
+        _LOG.info("no arena, tensors stay on the heap: no addresses for it, or another allocator comes first")
         return None
     return Arena(library)
-
-
-def _library() -> Path:
-    """The compiled allocator, from the cache or built now.
-
-    Raises:
-        OSError: there is no compiler, it fails, or the cache cannot be written.
-        subprocess.SubprocessError: the compiler takes too long.
-    """
-    torch_root = Path(torch.__file__).parent
-    made_for = _SOURCE.read_bytes() + f"{torch.__version__} {torch_root}".encode()
-    folder = cache_folder()
-    target = folder / f"arena-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
-    if target.exists():
-        return target
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-    if compiler is None:
-        raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        made = Path(work) / target.name
-        command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-I{torch_root / 'include'}", str(_SOURCE)]
-        command += ["-o", str(made), f"-L{torch_root / 'lib'}", "-lc10"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
-        if done.returncode:
-            raise OSError(f"{compiler} failed: {done.stderr.strip()}")
-        os.replace(made, target)  # whole or not at all: others may be building it too
-    return target

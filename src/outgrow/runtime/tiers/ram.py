@@ -49,6 +49,16 @@ class Ram:
         self._memory.make_room_beside(self._limit, self._resident, nbytes)
 
     @property
+    def arena(self) -> Arena | None:
+        """Where all large blocks lie; None where there is no such place, or no longer."""
+        return self._memory if isinstance(self._memory, Arena) and self._heap is None else None
+
+    @property
+    def limit(self) -> tuple[int, int, int]:
+        """The limit of the resident set in bytes, the open file that tells its size in pages, and bytes of a page."""
+        return self._limit, self._resident.descriptor, self._resident.page_bytes
+
+    @property
     def is_counted(self) -> bool:
         """False: live storages, and what ops were seen to hold, are all there is."""
         return False

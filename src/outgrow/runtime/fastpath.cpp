@@ -1,0 +1,282 @@
+// Lets ops of a step that need nobody's care run without a detour through Python.
+//
+// A dispatch mode in Python costs 50 microseconds and more for each op, as large ops leave nothing of the interpreter in
+// the caches. In a step that goes as planned most ops need none of what the mode does: they write to nothing, nothing
+// is made anew from them, and they fit the budget. One step is learned: of each op, by its number, what it was called
+// on and what it needs. In those that follow, an op that is the one expected, and that fits, goes past the mode. Any
+// other is the mode's.
+//
+// It sees ops on a dispatch key above autograd, before composite ones come apart: what is expected at a number may
+// stand for several ops in turn.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;  // PyTorch has it and makes no use of it
+constexpr int64_t kLargeRise = 256 << 10;  // as in executor.py: ops below are not worth a look at the resident set
+constexpr int64_t kWrites = -2;            // as in fastpath.py
+constexpr size_t kCodeBytes = 320 << 10;   // as in reserve.py: what a library may take from the heap
+
+const c10::DispatchKeySet kModes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+
+struct Count {  // as in arena.cpp
+  std::atomic<int64_t> bytes, most;
+};
+
+// What is expected at a number: an operator, what its call looks like, and how many ops in turn it stands for.
+struct Expected {
+  const void* op;
+  uint64_t look;
+  int64_t ops;
+  int64_t rise;      // bytes that it adds at its worst moment
+  uint64_t written;  // a bit for each argument that it writes to
+};
+
+// Shared with fastpath.py, field by field.
+struct State {
+  int64_t learns, passes;  // whether the step is learned, and whether ops may pass
+  int64_t number;          // of the next op of the step
+  int64_t length;          // of `needs` and `expected`
+  int64_t bell;            // somebody wants Python to see the next op
+  int64_t writes;          // whether ops that write may pass: nothing is made anew from what they change
+  int64_t modes;           // how many dispatch modes there are, ours with them
+  int64_t budget;          // bytes
+  int64_t peak;            // the highest live bytes at any op that passed
+  int64_t passed;          // ops that did
+  int64_t limit;           // what the resident set may be, in bytes
+  int64_t statm, page;     // the open /proc/self/statm, and bytes of a page there
+  const int64_t* needs;    // of each op what it adds, in bytes; -1 if it needs care; -2 - bytes if it writes
+  Expected* expected;
+  const std::atomic<int64_t>* booked;  // live bytes that the ledger knows of
+  Count* count;                        // live bytes of what passed
+  void (*count_in)(void*);
+  void (*keep_under)(size_t, int, size_t, int);
+};
+
+thread_local State* state = nullptr;  // of the step that runs on this thread
+
+// Storages that saved values lie in: a write to those is never let pass, as copies of them must be told. With how many
+// say so, since one may have come to lie where another lay.
+std::unordered_map<const void*, int64_t> saved;
+
+uint64_t mix(uint64_t hash, uint64_t word) {
+  hash = (hash ^ word) * 0x9E3779B97F4A7C15ull;
+  return hash ^ (hash >> 29);
+}
+
+// Whether a tensor is a window on ordinary memory of the CPU; if it is, its look is added.
+bool add_look(uint64_t& hash, const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    hash = mix(hash, 1);
+    return true;
+  }
+  const c10::DispatchKeySet keys = tensor.key_set();
+  if (!tensor.device().is_cpu() || tensor.layout() != c10::kStrided || keys.has(c10::DispatchKey::Python) ||
+      tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || tensor.is_nested())
+    return false;
+  hash = mix(hash, keys.raw_repr());
+  hash = mix(hash, static_cast<uint64_t>(tensor.scalar_type()));
+  for (const int64_t size : tensor.sizes()) hash = mix(hash, size);
+  for (const int64_t stride : tensor.strides()) hash = mix(hash, stride);
+  return true;
+}
+
+// What tells two calls apart as far as memory and dispatch go; 0 if there is something among the arguments that nobody
+// here knows. Numbers with a fraction change no sizes.
+uint64_t look_of(c10::DispatchKeySet keys, const torch::jit::Stack& stack, size_t count) {
+  uint64_t hash = mix(1, keys.raw_repr());
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    const c10::IValue& item = stack[i];
+    if (item.isTensor()) {
+      if (!add_look(hash, item.toTensor())) return 0;
+    } else if (item.isNone()) {
+      hash = mix(hash, 2);
+    } else if (item.isInt()) {
+      hash = mix(hash, item.toInt());
+    } else if (item.isBool()) {
+      hash = mix(hash, 3 + item.toBool());
+    } else if (item.isDouble() || item.isComplexDouble() || item.isString() || item.isDevice()) {
+      hash = mix(hash, 5);
+    } else if (item.isList()) {
+      for (const c10::IValue& inner : item.toListRef()) {
+        if (inner.isTensor()) {
+          if (!add_look(hash, inner.toTensor())) return 0;
+        } else if (inner.isInt()) {
+          hash = mix(hash, inner.toInt());
+        } else if (!inner.isNone() && !inner.isBool() && !inner.isDouble()) {
+          return 0;
+        }
+      }
+      hash = mix(hash, 6);
+    } else {
+      return 0;
+    }
+  }
+  return hash | 1;
+}
+
+// Whether a library would find memory on the heap: where there is none, oneDNN ends the process.
+bool heap_has_room() {
+  void* volatile block = std::malloc(kCodeBytes);
+  std::free(block);
+  return block != nullptr;
+}
+
+// As faults.py says it of errors in Python.
+bool is_out_of_memory(const std::string& words) {
+  for (const char* const text :
+       {"can't allocate memory", "std::bad_alloc", "could not create a primitive", "could not create a memory",
+        "could not create an engine", "could not execute a primitive", "can't start new thread"})
+    if (words.find(text) != std::string::npos) return true;
+  return false;
+}
+
+// A dispatch mode is off, and new blocks are counted, while this lives.
+class Passing {
+ public:
+  explicit Passing(State& now) : now_(now), modes_off_(kModes), began_(now.booked->load()) {
+    now_.count->most = now_.count->bytes.load();
+    now_.count_in(now_.count);
+  }
+  ~Passing() {
+    now_.count_in(nullptr);
+    now_.peak = std::max(now_.peak, began_ + now_.count->most.load());
+  }
+  Passing(const Passing&) = delete;
+  Passing& operator=(const Passing&) = delete;
+
+ private:
+  State& now_;
+  c10::impl::ExcludeDispatchKeyGuard modes_off_;
+  const int64_t began_;
+};
+
+// Run an op past the mode. False where memory ran out: its arguments are on the stack as they were.
+bool passes(State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
+            size_t count) {
+  const std::vector<c10::IValue> given(stack->end() - count, stack->end());
+  const size_t below = stack->size() - count;
+  try {
+    const Passing passing(now);
+    op.redispatchBoxed(keys - kModes, stack);
+    return true;
+  } catch (const c10::Error& error) {
+    if (!is_out_of_memory(error.what_without_backtrace())) throw;
+  } catch (const std::bad_alloc&) {
+  } catch (const std::runtime_error& error) {
+    if (!is_out_of_memory(error.what())) throw;
+  }
+  stack->resize(below);
+  stack->insert(stack->end(), given.begin(), given.end());
+  return false;
+}
+
+// An op of the step that is learned has run: if none of those that it came apart into needs care, it may pass.
+void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t look) {
+  const int64_t ops = now.number - first;
+  if (now.number > now.length || op.operator_name().name.rfind("aten::", 0) != 0) return;
+  const bool writes = now.needs[first] <= kWrites;
+  if (writes && ops > 1) return;
+  int64_t rise = writes ? kWrites - now.needs[first] : 0;
+  for (int64_t i = first; !writes && i < now.number; ++i) {
+    if (now.needs[i] < 0) return;
+    rise += now.needs[i];
+  }
+  uint64_t written = 0;
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].alias_info() == nullptr || !arguments[i].alias_info()->isWrite()) continue;
+    if (i >= 64 || !writes) return;
+    written |= uint64_t{1} << i;
+  }
+  now.expected[first] = Expected{&op.schema(), look, ops, rise, written};
+}
+
+// Whether an op writes to nothing that was saved.
+bool writes_safely(const State& now, const Expected& next, const torch::jit::Stack& stack, size_t count) {
+  if (next.written == 0) return true;
+  if (!now.writes) return false;
+  for (size_t i = 0; i < count; ++i) {
+    if ((next.written >> i & 1) == 0) continue;
+    const c10::IValue& item = stack[stack.size() - count + i];
+    if (!item.isTensor() || saved.count(item.toTensor().storage().unsafeGetStorageImpl())) return false;
+  }
+  return true;
+}
+
+bool fits(State& now, const Expected& next) {
+  if (now.booked->load() + now.count->bytes + next.rise > now.budget || !heap_has_room()) return false;
+  if (next.rise >= kLargeRise) now.keep_under(now.limit, now.statm, now.page, 0);
+  return true;
+}
+
+void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::Stack* stack) {
+  const c10::DispatchKeySet keys = all & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  State* const now = state;
+  // The modes' key is not there where the mode itself calls an op, nor inside an op.
+  if (now == nullptr || !(now->learns || now->passes) || !all.has(c10::DispatchKey::Python) ||
+      now->number >= now->length || c10::impl::TorchDispatchModeTLS::stack_len() != now->modes) {
+    op.redispatchBoxed(keys, stack);
+    return;
+  }
+  const size_t count = op.schema().arguments().size();
+  const int64_t first = now->number;
+  if (now->learns) {
+    const uint64_t look = look_of(keys, *stack, count);
+    op.redispatchBoxed(keys, stack);
+    if (look != 0 && now->number > first) learn(*now, op, first, look);
+    return;
+  }
+  const Expected& next = now->expected[first];
+  // Who rings wants memory that is free by now to be let go: what adds none need not wait for that.
+  if (next.op == &op.schema() && (!now->bell || next.rise == 0) && next.look == look_of(keys, *stack, count) &&
+      writes_safely(*now, next, *stack, count) && fits(*now, next) && passes(*now, op, keys, stack, count)) {
+    now->number += next.ops;
+    now->passed += next.ops;
+    return;
+  }
+  op.redispatchBoxed(keys, stack);
+}
+
+torch::Library* library = nullptr;
+
+}  // namespace
+
+extern "C" {
+
+// See all ops from now on that are called where `outgrow_fastpath_enter` was. Once in a process.
+void outgrow_fastpath_install() {
+  library = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+  library->fallback(torch::CppFunction::makeFromBoxedFunction<&watch>());
+}
+
+// A step begins on this thread, or ends (null).
+void outgrow_fastpath_enter(State* now) {
+  state = now;
+  c10::impl::tls_set_dispatch_key_included(kKey, now != nullptr);
+}
+
+// A saved value lies in this storage from now on, or no longer.
+void outgrow_fastpath_saved(const void* storage, int is_there) {
+  if (is_there) {
+    ++saved[storage];
+  } else if (const auto known = saved.find(storage); known != saved.end() && --known->second <= 0) {
+    saved.erase(known);
+  }
+}
+}

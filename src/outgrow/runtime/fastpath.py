@@ -1,0 +1,267 @@
+"""Which ops of a step need nobody's care and run past the dispatch mode: `fastpath.cpp`, and what it is told.
+
+The first step under a plan is the lesson: the executor says of each op that it has seen whether it needs care. In
+those that follow, native code lets the others pass, as long as they are the ones expected and fit the budget.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+from collections import deque
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outgrow.planning.plan import Plan
+from outgrow.runtime.native import built
+from outgrow.runtime.tiers.arena import ArenaCount
+from outgrow.runtime.tiers.ram import Ram
+from outgrow.tracing.ledger import Ledger, StorageRecord
+
+_LOG = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("fastpath.cpp")
+# The dispatch key that native code sees ops on: PyTorch has it and makes no use of it.
+KEY = "TESTING_ONLY_GenericMode"
+# Plans whose steps are known: a data loader's last batch has one of its own.
+_MOST_LESSONS = 4
+# What is noted of an op that needs care. Of one that does not: the bytes that it adds; or, if it writes to something,
+# this less those bytes.
+_CARE = -1
+_WRITES = -2
+
+
+class _Expected(ctypes.Structure):
+    """As `Expected` in fastpath.cpp, which fills it in."""
+
+    _fields_ = (
+        ("op", ctypes.c_void_p),
+        ("look", ctypes.c_uint64),
+        ("ops", ctypes.c_int64),
+        ("rise", ctypes.c_int64),
+        ("written", ctypes.c_uint64),
+    )
+
+
+class _State(ctypes.Structure):
+    """As `State` in fastpath.cpp."""
+
+    _fields_ = (
+        ("learns", ctypes.c_int64),
+        ("passes", ctypes.c_int64),
+        ("number", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("bell", ctypes.c_int64),
+        ("writes", ctypes.c_int64),
+        ("modes", ctypes.c_int64),
+        ("budget", ctypes.c_int64),
+        ("peak", ctypes.c_int64),
+        ("passed", ctypes.c_int64),
+        ("limit", ctypes.c_int64),
+        ("statm", ctypes.c_int64),
+        ("page", ctypes.c_int64),
+        ("needs", ctypes.c_void_p),
+        ("expected", ctypes.c_void_p),
+        ("booked", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("count_in", ctypes.c_void_p),
+        ("keep_under", ctypes.c_void_p),
+    )
+
+
+@dataclass
+class _Lesson:
+    """What is known of the steps under one plan; `is_over` once one of them was seen from begin to end."""
+
+    plan: Plan
+    needs: Any
+    expected: Any
+    is_over: bool = False
+
+
+class FastPath:
+    """The way past the mode in the steps of a session; there is none without a compiler or beside a CPU.
+
+    Attributes:
+        learns: what needs no care in this step is taken down: `needs_no_care` wants to be told.
+    """
+
+    def __init__(self, ledger: Ledger, budget_bytes: int, ram: Ram | None) -> None:
+        """`ram` is the memory of a CPU."""
+        self._state = _State(budget=budget_bytes)
+        self._ram = ram
+        self._ledger = ledger
+        self._lessons: deque[_Lesson] = deque(maxlen=_MOST_LESSONS)
+        self._lesson: _Lesson | None = None
+        self._count: ArenaCount | None = None
+        self.learns = False
+        arena = None if ram is None else ram.arena
+        self._library = None if arena is None else _library()
+        if ram is None or arena is None or self._library is None:
+            return
+        self._count = ledger.count = arena.new_count()
+        self._state.booked = ctypes.addressof(ledger.booked)
+        self._state.count = self._count.address
+        self._state.count_in = arena.count_in_address
+        self._state.keep_under = arena.keep_under_address
+        self._state.limit, self._state.statm, self._state.page = ram.limit
+
+    # --- the step ---
+
+    def begin(self, plan: Plan | None, modes: int) -> None:
+        """A step begins that goes by `plan`, watched by one of `modes` dispatch modes; None: each op needs care.
+
+        Who else has a mode sees all ops.
+        """
+        state = self._state
+        state.number = state.peak = state.passed = 0
+        state.learns = state.passes = 0
+        self._lesson = None
+        self.learns = False
+        # Where memory ran out once, an op may find none at any time, and the mode can do more about it.
+        if self._library is None or plan is None or modes != 1 or self._ram is None or self._ram.arena is None:
+            return
+        lesson = next((known for known in self._lessons if _moves_alike(known.plan, plan)), None)
+        if lesson is None:
+            length = len(plan.problem.trace.ops)
+            lesson = _Lesson(plan, (ctypes.c_int64 * length)(*[_CARE] * length), (_Expected * length)())
+            self._lessons.append(lesson)
+        self._lesson = lesson
+        self.learns = not lesson.is_over
+        state.modes, state.length = modes, len(lesson.needs)
+        state.needs, state.expected = ctypes.addressof(lesson.needs), ctypes.addressof(lesson.expected)
+        state.bell, state.learns, state.passes = 0, self.learns, lesson.is_over
+        self._library.outgrow_fastpath_enter(ctypes.byref(state))
+
+    def end(self, *, followed: bool) -> None:
+        """The step ends, having gone by its plan or not."""
+        if self._lesson is None:
+            return
+        assert self._library is not None
+        self._library.outgrow_fastpath_enter(None)
+        if self.learns and followed:
+            self._lesson.is_over = True
+        elif self.learns:
+            self._lessons.remove(self._lesson)
+        self._lesson = None
+        self.learns = False
+
+    def stop(self) -> None:
+        """From here on each op of this step needs care."""
+        self._state.learns = self._state.passes = 0
+        self.learns = False
+
+    # --- the ops ---
+
+    @property
+    def number(self) -> int:
+        """The number of the next op of the step."""
+        return int(self._state.number)
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._state.number = number
+
+    @property
+    def passed(self) -> int:
+        """How many ops of this step, or of the last one, ran past the mode."""
+        return int(self._state.passed)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest live bytes at any of those."""
+        return int(self._state.peak)
+
+    def needs_no_care(self, number: int, rise_bytes: int, *, writes: bool = False) -> None:
+        """An op has run that needs no care, and adds so much at its worst moment.
+
+        Nothing is made anew from it; and if it `writes`, then to nothing that was saved.
+        """
+        if self._lesson is not None and number < len(self._lesson.needs):
+            self._lesson.needs[number] = _WRITES - rise_bytes if writes else rise_bytes
+
+    def saved(self, record: StorageRecord, *, is_there: bool) -> None:
+        """A saved value lies in this storage from now on, or no longer: who writes to it needs care."""
+        if self._library is not None:
+            self._library.outgrow_fastpath_saved(record.address, is_there)
+
+    @property
+    def passes_writes(self) -> bool:
+        """Whether ops that write may pass: nothing is, or will be, made anew from what they change."""
+        return bool(self._state.writes)
+
+    @passes_writes.setter
+    def passes_writes(self, passes: bool) -> None:
+        self._state.writes = passes
+
+    def ring(self) -> None:
+        """The mode wants to see the next op. Any thread may call this."""
+        self._state.bell = 1
+
+    def hear(self) -> None:
+        """The mode is here."""
+        self._state.bell = 0
+
+    def close(self) -> None:
+        """Count nothing any more."""
+        if self._count is not None:
+            self._ledger.count = None
+            self._count.close()
+            self._count = None
+            self._library = None
+
+
+def _moves_alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans are the same but for the times of their ops, which are set right now and then."""
+    return (
+        one.problem.trace.values is other.problem.trace.values
+        and one.offloads is other.offloads
+        and one.recomputes is other.recomputes
+        and one.parks is other.parks
+        and one.reuses is other.reuses
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The native half; None where there can be none, and the log says why."""
+    if os.environ.get("OUTGROW_FASTPATH") == "0":
+        return None
+    try:
+        library = ctypes.CDLL(str(built(_SOURCE, "c10", "torch_cpu")))
+    except (OSError, subprocess.SubprocessError) as error:
+        _LOG.info("no fast path, every op goes through Python: %s", error)
+        return None
+    library.outgrow_fastpath_enter.argtypes = (ctypes.c_void_p,)
+    library.outgrow_fastpath_enter.restype = None
+    library.outgrow_fastpath_saved.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    library.outgrow_fastpath_saved.restype = None
+    try:
+        _pass_higher_order_ops()
+    except (AttributeError, RuntimeError) as error:
+        _LOG.info("no fast path, every op goes through Python: %s", error)
+        return None
+    library.outgrow_fastpath_install()
+    return library
+
+
+def _pass_higher_order_ops() -> None:
+    """Have operators over functions (`torch.cond`) look past the key that native code sees ops on.
+
+    They dispatch in Python, by the keys that are on, and know none that is not written down for each of them.
+
+    Raises:
+        AttributeError, RuntimeError: this PyTorch dispatches them in another way.
+    """
+    key = torch._C._parse_dispatch_key(KEY)
+    if key is None:
+        raise RuntimeError(f"this PyTorch has no dispatch key {KEY}")
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(key)
