@@ -21,7 +21,8 @@ from steps import RandomDecisions
 pytestmark = pytest.mark.usefixtures("one_thread", "known_machine")
 
 HARDWARE = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9)
-STEPS = 4  # recorded, planned with every recipe proved, planned anew and proved, and one that trusts the proofs
+# Recorded, planned with every recipe proved, planned anew and proved, and one that trusts the proofs and lets ops pass.
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
