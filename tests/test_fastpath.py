@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -167,6 +168,7 @@ def test_a_write_past_autograd_to_a_value_that_was_saved_does_not_pass(policy: s
     def block(x: torch.Tensor, layer: nn.Module, number: int, k: int) -> torch.Tensor:
         y = layer(x)  # saves x
         if number == 3:
+            time.sleep(0.02)  # what is copied out at once is copied by now
             written = models[-1].scratch if k < 6 else x
             written.data.mul_(0.5)
         return F.gelu(y)
@@ -218,8 +220,10 @@ def test_who_rings_has_the_mode_see_the_next_op_that_takes_memory(passed: list[i
 def test_an_op_that_grew_does_not_pass_and_the_budget_holds() -> None:
     def block(x: torch.Tensor, layer: nn.Module, number: int, k: int) -> torch.Tensor:
         y = F.gelu(layer(x))
-        if number == LAYERS - 2:
-            (torch.ones(BATCH * WIDTH * (4 if k >= 6 else 1)) * 2.0).sum()
+        if number == LAYERS - 1:
+            time.sleep(0.02)  # copies are over
+            torch.zeros(8 * BATCH)  # and the bell is heard
+            torch.ones(BATCH * (6 * WIDTH if k >= 6 else 8)).sum()
         return y
 
     assert_equal_and_inside(chain(block), policy="lru")

@@ -21,7 +21,7 @@ from steps import RandomDecisions
 pytestmark = pytest.mark.usefixtures("one_thread", "known_machine")
 
 HARDWARE = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9)
-# Recorded, planned with every recipe proved, planned anew and proved, and one that trusts the proofs and lets ops pass.
+# Recorded, planned with every recipe proved, planned anew and proved; the last trusts the proofs and lets ops pass.
 STEPS = 4
 
 

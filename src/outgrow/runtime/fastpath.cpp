@@ -29,6 +29,7 @@ namespace {
 
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;  // PyTorch has it and makes no use of it
 constexpr int64_t kLargeRise = 256 << 10;  // as in executor.py: ops below are not worth a look at the resident set
+constexpr int64_t kLittle = 4 << 10;       // bytes that are worth nobody's attention
 constexpr int64_t kWrites = -2;            // as in fastpath.py
 constexpr size_t kCodeBytes = 320 << 10;   // as in reserve.py: what a library may take from the heap
 
@@ -244,7 +245,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   }
   const Expected& next = now->expected[first];
   // Who rings wants memory that is free by now to be let go: what adds none need not wait for that.
-  if (next.op == &op.schema() && (!now->bell || next.rise == 0) && next.look == look_of(keys, *stack, count) &&
+  if (next.op == &op.schema() && (!now->bell || next.rise < kLittle) && next.look == look_of(keys, *stack, count) &&
       writes_safely(*now, next, *stack, count) && fits(*now, next) && passes(*now, op, keys, stack, count)) {
     now->number += next.ops;
     now->passed += next.ops;
