@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -311,6 +311,7 @@ def test_an_op_that_fails_says_the_same_as_in_plain_pytorch() -> None:
     ),
     policy=st.sampled_from(["vdnn-all", "lru", "auto", RecomputeAll()]),
 )
+@example(surprises=[(4, 0, 2)], policy=RecomputeAll())  # a weight that a recipe reads, and that nobody saved
 def test_whatever_a_later_step_does_otherwise_its_result_is_plain_pytorchs(
     surprises: list[tuple[int, int, int]], policy: Any
 ) -> None:

@@ -49,14 +49,20 @@ class State:
     """
 
     alias: torch.Tensor
-    version: int
-    serial: int
+    record: StorageRecord
+    writes: int
     is_buffer: bool
     is_read: bool
 
     def is_as_it_was(self) -> bool:
         """Whether nobody has written to it since."""
-        return not self.is_read or self.alias._version == self.version
+        # The alias does not tell: made below autograd, it has versions of its own.
+        return not self.is_read or self.record.writes == self.writes
+
+    @property
+    def serial(self) -> int:
+        """The number of its storage."""
+        return self.record.serial
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +202,7 @@ class Cookbook:
             alias = item.detach()
             is_buffer = kind is Kind.BUFFER
             is_read = buffers_are_read or not is_buffer
-            states.append(State(alias, alias._version, record.serial, is_buffer, is_read))
+            states.append(State(alias, record, record.writes, is_buffer, is_read))
             return states[-1]
         offset = int(item.storage_offset())
         window = Window(before[record.serial], item.dtype, item.shape, item.stride(), offset)

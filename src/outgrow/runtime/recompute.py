@@ -156,7 +156,9 @@ class Recomputer:
         if first_save in self._verdicts.bad or self._pool.has_safe_copy(entry):
             return
         recipe = self._cookbook.compile(contents, self._entry_at.get)
-        if recipe is None or (first_save not in self._verdicts.good and not self._verify(entry, first_save, recipe)):
+        if recipe is None or not recipe.states_are_as_they_were():  # a parameter was written to since
+            return
+        if first_save not in self._verdicts.good and not self._verify(entry, first_save, recipe):
             return
         if self._pool.has_safe_copy(entry):  # the proof took room, and the cache sent this very value away for it
             return
