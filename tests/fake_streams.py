@@ -222,6 +222,12 @@ class FakeDevice:
         self._streams.touch(Stream.COMPUTE, address, nbytes, "a free", writes=True)
         self._holes.give(offset, nbytes)
 
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def refill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        storage.resize_(nbytes)
+
     def make_room(self, nbytes: int) -> None:
         pass
 

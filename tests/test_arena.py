@@ -22,6 +22,7 @@ import outgrow
 from conftest import RunChild
 from outgrow.planning.policies import find
 from outgrow.runtime.tiers.arena import Arena, find_arena
+from outgrow.runtime.tiers.ram import Ram
 from outgrow.runtime.tiers.resident import ResidentSet
 from outgrow.tracing.probe import measured_call
 
@@ -224,6 +225,23 @@ def pages_of_a_block_that_fits_no_gap(limit_bytes: int) -> tuple[int, int]:
         return before, arena.present_bytes
 
 
+def test_free_pages_move_to_a_block_that_would_come_over_the_limit(process_arena: Arena, run_child: RunChild) -> None:
+    there, present = run_child(pages_that_a_block_begins_with)
+    assert there >= 10 * MIB // 4096
+    assert present <= 30 * MIB
+
+
+def pages_that_a_block_begins_with() -> tuple[int, int]:
+    """How many pages are there of a block of 13 MiB that nobody wrote to, and how many in all, in bytes."""
+    with opened(find_arena()) as arena:
+        limit(arena, 30 * MIB)
+        held = [block(size * MIB) for size in (12, 2, 12, 2)]
+        del held[2], held[0]
+        untouched = torch.empty(13 * MIB, dtype=torch.uint8)
+        there = resident_pages(untouched.data_ptr(), untouched.nbytes)
+        return there, arena.present_bytes
+
+
 def test_pages_that_were_free_for_longest_go_first(process_arena: Arena, run_child: RunChild) -> None:
     longest, latest = run_child(pages_left_in_two_gaps)
     assert longest < latest
@@ -338,6 +356,41 @@ def resident_growth_while_planning() -> tuple[int, int, int]:
 
 
 # --- sessions ---
+
+
+def test_what_was_made_before_the_session_comes_back_to_the_arena(process_arena: Arena) -> None:
+    early = block(3 * MIB)
+    assert process_arena.used_bytes == 0
+    memory = Ram(base_bytes=psutil.Process().memory_info().rss, budget_bytes=64 * MIB)
+    try:
+        for _ in range(2):
+            memory.empty(early.untyped_storage())
+            assert process_arena.used_bytes == 0
+            memory.refill(early.untyped_storage(), 3 * MIB)
+            assert process_arena.used_bytes == 3 * MIB
+        early.fill_(7)
+    finally:
+        memory.close()
+    assert int(early[-1]) == 7
+
+
+def test_memory_that_was_left_on_the_heap_goes_back(process_arena: Arena, run_child: RunChild) -> None:
+    assert run_child(resident_fall) >= 30 * MIB
+
+
+def resident_fall() -> int:
+    """By how many bytes the resident set falls when half of the blocks that lie on the heap are emptied."""
+    find_arena()  # what was made before there was one has no other allocator to go to
+    process = psutil.Process()
+    blocks = [block(MIB // 8) for _ in range(512)]  # small enough for glibc to put them side by side
+    memory = Ram(base_bytes=process.memory_info().rss, budget_bytes=64 * MIB)
+    before = process.memory_info().rss
+    for item in blocks[::2]:
+        memory.empty(item.untyped_storage())
+    memory.begin_step()
+    fall = before - process.memory_info().rss
+    memory.close()
+    return fall
 
 
 def test_the_arena_learns_of_each_step_that_begins(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:

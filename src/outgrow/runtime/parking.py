@@ -250,8 +250,7 @@ class Parking:
         """Let go of a gradient that can be made anew; the first time it is copied as well, to see whether it can."""
         if self._remade[value] in self._verdicts.gradients:
             self._parked[record.serial] = _Parked(record, record.nbytes, slot, lent=True, remake=remake, copied=False)
-            storage.resize_(0)
-            self._ledger.see_storage(storage)
+            self._take_memory(storage)
             return
         copy = self._copies.out.submit(slot, storage.data_ptr())
         self._start_writing(record, storage, copy)
@@ -408,7 +407,7 @@ class Parking:
         self._memory.make_room(parked.nbytes)
         while True:
             try:
-                storage.resize_(parked.nbytes)
+                self._memory.refill(storage, parked.nbytes)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -421,8 +420,7 @@ class Parking:
         try:
             self._fill(parked, storage, run)
         except BaseException:  # without its bytes it must not pass for one that is back
-            storage.resize_(0)
-            self._ledger.see_storage(storage)
+            self._take_memory(storage)
             raise
         finally:
             self._filling = None
@@ -455,8 +453,7 @@ class Parking:
             if parked.trial:
                 self._judge(parked, digest(held))
             return
-        held.resize_(0)
-        self._ledger.see_storage(held)
+        self._take_memory(held)
         reading.check()
 
     def _judge(self, parked: _Parked, truth: bytes) -> None:
@@ -493,9 +490,12 @@ class Parking:
         if self._pool.is_reading(storage):
             return
         parked.writing = None
-        storage.resize_(0)
-        self._ledger.see_storage(storage)
+        self._take_memory(storage)
         parked.held = None
+
+    def _take_memory(self, storage: torch.UntypedStorage) -> None:
+        self._memory.empty(storage)
+        self._ledger.see_storage(storage)
 
     def wait_for_room(self, need: int) -> None:
         """Wait for values that are leaving as planned until so many bytes fit: they go before anything else must."""
@@ -527,8 +527,7 @@ class Parking:
             self._settle_in(parked)
             storage = parked.record.storage()
             if parked.writing is None and storage is not None and not self._pool.is_reading(storage):
-                storage.resize_(0)
-                self._ledger.see_storage(storage)
+                self._take_memory(storage)
 
     # --- the end ---
 
@@ -605,7 +604,7 @@ class Parking:
         if storage is None:
             return
         with suppress(RuntimeError, MemoryError):
-            storage.resize_(parked.nbytes)
+            self._memory.refill(storage, parked.nbytes)
             self._ledger.see_storage(storage)
             ctypes.memset(storage.data_ptr(), _NOT_A_NUMBER, parked.nbytes)
 

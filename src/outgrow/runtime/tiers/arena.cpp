@@ -3,8 +3,9 @@
 // glibc's heap cannot hold a budget and be fast as well. It asks for 96 bytes more than an aligned block has, so that a
 // block never fits the hole of one like it, and gives free pages back all at once or not at all. This allocator knows
 // which pages are there and which of them are free: an allocation goes where pages are, and where new ones would lift
-// the resident set over its limit, just as many go back as are needed, those first that were free for longest. What
-// blocks fill at their most in each step stays: to give that back between two such moments would hardly lower a peak.
+// the resident set over its limit, just as many are moved there from free addresses, or go back, as are needed, those
+// first that were free for longest. What blocks fill at their most in each step stays: to give that back between two
+// such moments would hardly lower a peak.
 //
 // Small blocks, and all blocks while no session is open, are PyTorch's own allocator's.
 
@@ -25,14 +26,15 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
 
 namespace {
 
 constexpr size_t kPage = 4096;           // what a block's address and size are multiples of
 constexpr size_t kGranule = 2 << 20;     // pages come and go by so many bytes: a huge page
 constexpr size_t kLeastBlock = 64 << 10; // smaller ones leave no holes worth speaking of
-constexpr size_t kSpare = 8 << 20;       // given back beyond what is needed: giving back takes a system call
 constexpr size_t kGrowth = 16 << 20;     // addresses that are made usable at a time
+constexpr size_t kMostMoved = 16 << 10;  // granules; each is a mapping of its own, of which a process has 65530
 constexpr int kTries = 24;               // gaps that are looked at for one block
 
 size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
@@ -52,6 +54,7 @@ class Arena final : public c10::Allocator {
   Arena(c10::Allocator* base, char* begin, size_t nbytes)
       : base_(base), begin_(begin), nbytes_(nbytes), granules_(nbytes / kGranule) {
     idle_.reserve(granules_.size());  // pages go back when there may be no memory for a list
+    fresh_.reserve(granules_.size());
     add_gap(0, nbytes_);
   }
 
@@ -78,7 +81,7 @@ class Arena final : public c10::Allocator {
   void set_limit(size_t limit, bool strictly) {
     std::lock_guard<std::mutex> lock(mutex_);
     limit_ = strictly ? limit : std::max({limit, kept_bytes_, most_used_});
-    if (present_bytes_ > limit_) shed(present_bytes_ - limit_ + kSpare);
+    if (present_bytes_ > limit_) shed(present_bytes_ - limit_);
   }
 
   void give_back() {
@@ -111,6 +114,13 @@ class Arena final : public c10::Allocator {
     std::erase_if(elsewhere_, [count](const auto& item) { return item.second.count == count; });
   }
 
+  // A storage keeps the allocator that it was made with: that is this one from now on, if it was PyTorch's own. True if
+  // its memory is not here yet.
+  bool adopt(c10::StorageImpl& storage) {
+    if (storage.allocator() == base_) storage.set_allocator(this);
+    return storage.allocator() == this && !is_ours(storage._mutable_data_ptr_no_checks().get());
+  }
+
   void before_fork() { mutex_.lock(); }
   void after_fork() { mutex_.unlock(); }
 
@@ -120,6 +130,7 @@ class Arena final : public c10::Allocator {
     uint32_t blocks = 0;      // that lie in it, wholly or in part
     uint32_t free_since = 0;  // when the last of them went
     bool present = false;
+    bool moved_to = false;    // pages were moved here
   };
 
   struct Block {
@@ -128,6 +139,7 @@ class Arena final : public c10::Allocator {
     Count* count;  // what it counts in, if anything
   };
 
+  bool is_ours(const void* pointer) const { return pointer >= begin_ && pointer < begin_ + nbytes_; }
   static void release(void* pointer);
   c10::DataPtr allocate_counted(size_t n);
   void leave(void* pointer);
@@ -136,8 +148,11 @@ class Arena final : public c10::Allocator {
   void withdraw();
   size_t missing(size_t start, size_t size) const;
   void take(size_t start, size_t size, size_t asked);
+  void bring_pages();
   void free(size_t start);
   void shed(size_t nbytes);
+  size_t idlest(size_t nbytes);
+  bool move(size_t from, size_t to);
   void add_gap(size_t start, size_t size);
   void remove_gap(std::map<size_t, size_t>::iterator gap);
 
@@ -151,9 +166,12 @@ class Arena final : public c10::Allocator {
   size_t most_used_ = 0, most_before_ = 0;  // in this step and in the one before
   size_t kept_bytes_ = 0;                   // no limit is lower that is not strict
   size_t reached_ = 0;  // addresses from here on cannot be used yet, and count nowhere
+  size_t moved_ = 0;    // granules that pages were moved to
+  bool can_move_ = true;
   uint32_t clock_ = 0;
   std::vector<Granule> granules_;
   std::vector<std::pair<uint32_t, size_t>> idle_;  // room to list granules in, each with for how long it was free
+  std::vector<size_t> fresh_;                      // room to list those of a block whose pages are not there
   std::map<size_t, size_t> gaps_;                // start -> size
   std::set<std::pair<size_t, size_t>> by_size_;  // the same, as (size, start)
   std::unordered_map<size_t, Block> blocks_;     // by their start
@@ -203,7 +221,7 @@ void Arena::leave(void* pointer) {
 // gap, that is not done (a small block is lost then, as PyTorch tells the profiler first), and the process lives.
 void Arena::release(void* pointer) {
   char* const block = static_cast<char*>(pointer);
-  const bool is_ours = block >= arena->begin_ && block < arena->begin_ + arena->nbytes_;
+  const bool is_ours = arena->is_ours(pointer);
   if (!is_ours) arena->leave(pointer);
   try {
     if (is_ours)
@@ -278,14 +296,46 @@ void Arena::take(size_t start, size_t size, size_t asked) {
   used_bytes_ += size;
   most_used_ = std::max(most_used_, used_bytes_);
   const size_t end = (start + size + kGranule - 1) / kGranule;
-  size_t fresh = 0;
+  fresh_.clear();
   for (size_t i = start / kGranule; i < end; ++i) {
-    Granule& granule = granules_[i];
-    ++granule.blocks;
-    if (!granule.present) granule.present = true, fresh += kGranule;
+    ++granules_[i].blocks;
+    if (!granules_[i].present) fresh_.push_back(i);
   }
-  present_bytes_ += fresh;
-  if (fresh > 0 && present_bytes_ > limit_) shed(present_bytes_ - limit_ + kSpare);
+  if (!fresh_.empty()) bring_pages();
+}
+
+// See that there are pages for the granules in `fresh_`. Where new ones would come over the limit, free ones are moved
+// from other addresses: the system clears a new page, which takes it as long as a copy.
+void Arena::bring_pages() {
+  const size_t nbytes = present_bytes_ + fresh_.size() * kGranule;
+  if (nbytes > limit_ && can_move_) {
+    const size_t found = std::min(idlest(nbytes - limit_), fresh_.size());
+    for (size_t k = 0; k < found && move(idle_[k].second, fresh_.back()); ++k) fresh_.pop_back();
+  }
+  for (const size_t i : fresh_) granules_[i].present = true;
+  present_bytes_ += fresh_.size() * kGranule;
+  if (present_bytes_ > limit_) shed(present_bytes_ - limit_);
+}
+
+// Move the pages of one granule to another that has none.
+bool Arena::move(size_t from, size_t to) {
+#ifdef MREMAP_DONTUNMAP
+  if (!granules_[to].moved_to && moved_ >= kMostMoved) return false;
+  char* const target = begin_ + to * kGranule;
+  constexpr int kHow = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+  if (mremap(begin_ + from * kGranule, kGranule, kGranule, kHow, target) == target) {
+    moved_ += !granules_[to].moved_to;
+    granules_[from].present = false;
+    granules_[to].present = granules_[to].moved_to = true;
+    return true;
+  }
+  // The system may have unmapped the target before it gave up.
+  constexpr int kAnew = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  mmap(target, kGranule, PROT_READ | PROT_WRITE, kAnew, -1, 0);
+  madvise(target, kGranule, MADV_HUGEPAGE);
+#endif
+  can_move_ = false;
+  return false;
 }
 
 void Arena::free(size_t start) {
@@ -317,16 +367,22 @@ void Arena::free(size_t start) {
 
 // Give back pages that no block uses, those first that were free for longest, until so many bytes went or none is left.
 void Arena::shed(size_t nbytes) {
-  idle_.clear();
-  for (size_t i = 0; i < reached_ / kGranule; ++i)
-    if (granules_[i].present && granules_[i].blocks == 0) idle_.emplace_back(clock_ - granules_[i].free_since, i);
-  const size_t wanted = std::min(idle_.size(), (nbytes + kGranule - 1) / kGranule);
-  std::nth_element(idle_.begin(), idle_.begin() + wanted, idle_.end(), std::greater<>());
-  for (size_t k = 0; k < wanted; ++k) {
+  const size_t found = idlest(nbytes);
+  for (size_t k = 0; k < found; ++k) {
     madvise(begin_ + idle_[k].second * kGranule, kGranule, MADV_DONTNEED);
     granules_[idle_[k].second].present = false;
   }
-  present_bytes_ -= wanted * kGranule;
+  present_bytes_ -= found * kGranule;
+}
+
+// List so many bytes of free pages in `idle_`, those that were free for longest: how many granules that are.
+size_t Arena::idlest(size_t nbytes) {
+  idle_.clear();
+  for (size_t i = 0; i < reached_ / kGranule; ++i)
+    if (granules_[i].present && granules_[i].blocks == 0) idle_.emplace_back(clock_ - granules_[i].free_since, i);
+  const size_t found = std::min(idle_.size(), (nbytes + kGranule - 1) / kGranule);
+  std::nth_element(idle_.begin(), idle_.begin() + found, idle_.end(), std::greater<>());
+  return found;
 }
 
 void Arena::add_gap(size_t start, size_t size) {
@@ -383,6 +439,9 @@ void outgrow_arena_keep_under(size_t nbytes, int statm, size_t page, int strictl
 size_t outgrow_arena_present_bytes() { return arena->present_bytes(); }
 
 size_t outgrow_arena_used_bytes() { return arena->used_bytes(); }
+
+// Have a storage that PyTorch's own allocator served get its memory here from now on; not 0 if that is elsewhere yet.
+int outgrow_arena_adopt(void* storage) { return arena->adopt(*static_cast<c10::StorageImpl*>(storage)); }
 
 // A count of its own: two numbers of 64 bits, bytes now and at most.
 void* outgrow_arena_new_count() { return new Count; }

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from outgrow.runtime.native import built
 from outgrow.runtime.tiers.resident import ResidentSet
 
@@ -57,6 +59,8 @@ class Arena:
         self._keep_under.restype = None
         for function in (self._present, self._used):
             function.restype = ctypes.c_size_t
+        self._adopt = library.outgrow_arena_adopt
+        self._adopt.argtypes = (ctypes.c_void_p,)
         self._new_count = library.outgrow_arena_new_count
         self._new_count.restype = ctypes.c_void_p
         self._counts = library.outgrow_arena_counts
@@ -89,6 +93,10 @@ class Arena:
     def make_room_beside(self, limit_bytes: int, resident: ResidentSet, nbytes: int) -> None:
         """Give free pages back, those of the next steps too, if `nbytes` beside tensors would come over the limit."""
         self._keep_under(max(0, limit_bytes - nbytes), resident.descriptor, resident.page_bytes, 1)
+
+    def adopt(self, storage: torch.UntypedStorage) -> bool:
+        """Have a storage get its memory here when it is resized; True if that lies elsewhere, for the last time."""
+        return bool(self._adopt(storage._cdata))
 
     def new_count(self) -> ArenaCount:
         """A count that blocks can be made in."""

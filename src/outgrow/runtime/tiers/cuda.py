@@ -59,6 +59,14 @@ class CudaMemory:
         """Memory for a value that comes back, on the stream that is current: the computation's."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
 
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        """Take a storage's memory away; the allocator keeps the block."""
+        storage.resize_(0)
+
+    def refill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give a storage that was emptied memory again."""
+        storage.resize_(nbytes)
+
     @contextmanager
     def gate(self, nbytes: int) -> Iterator[None]:
         """Inside, the allocator may pass the wall, if it might have to for an op that adds `nbytes`.

@@ -21,6 +21,16 @@ class DeviceMemory(Protocol):
             RuntimeError, MemoryError: there is none, in the allocator's own words.
         """
 
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        """Take a storage's memory away; the storage stays, with all tensors on it."""
+
+    def refill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give a storage that was emptied memory again, whose content is anything.
+
+        Raises:
+            RuntimeError, MemoryError: there is none, in the allocator's own words.
+        """
+
     @property
     def is_counted(self) -> bool:
         """Whether `count` says more of the memory in use than the storages that are alive do."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from outgrow.runtime.tiers.arena import Arena, find_arena
-from outgrow.runtime.tiers.heap import Heap, address_space_is_limited
+from outgrow.runtime.tiers.heap import Heap, address_space_is_limited, give_back
 from outgrow.runtime.tiers.reserve import Reserve
 from outgrow.runtime.tiers.resident import ResidentSet
 
@@ -20,6 +20,8 @@ class Ram:
     # What it may be over that where there is no arena: each time glibc gives pages back it gives all of them.
     _HEAP_SLACK_SHARE = 0.05
     _HEAP_SLACK_BYTES = 32 << 20
+    # So much that was moved off the heap is worth a system call that gives its pages back.
+    _WORTH_TRIMMING = 16 << 20
 
     def __init__(self, base_bytes: int, budget_bytes: int) -> None:
         """`base_bytes` is what the process holds besides tensors."""
@@ -32,6 +34,7 @@ class Ram:
             self._limit = base_bytes + budget_bytes - budget_bytes // self._MARGIN_SHARE
         else:
             self._limit = base_bytes + int(budget_bytes * (1 + self._HEAP_SLACK_SHARE)) + self._HEAP_SLACK_BYTES
+        self._left_bytes = 0  # on the heap, of storages that were there, and are not
         self._memory.open()
         self.make_room(0)
 
@@ -39,6 +42,7 @@ class Ram:
         """A step begins: the arena, if there is one, keeps what steps fill one after the other."""
         if isinstance(self._memory, Arena):
             self._memory.begin_step()
+        self._leave_heap()
 
     def make_room(self, nbytes: int) -> None:
         """Give free pages back if `nbytes` more would lift the resident set over its limit."""
@@ -77,6 +81,30 @@ class Ram:
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory for a value that comes back."""
         return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        """Take a storage's memory away: what it gets later lies in the arena, if there is one.
+
+        What was made before the session lay on the heap, and would go back there: to pages that the arena could not
+        use meanwhile.
+        """
+        nbytes = storage.nbytes()
+        arena = self.arena
+        was_elsewhere = arena is not None and arena.adopt(storage)
+        storage.resize_(0)
+        if was_elsewhere:
+            self._left_bytes += nbytes
+            if self._left_bytes >= self._WORTH_TRIMMING:
+                self._leave_heap()
+
+    def refill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give a storage that was emptied memory again."""
+        storage.resize_(nbytes)
+
+    def _leave_heap(self) -> None:
+        if self._left_bytes:
+            self._left_bytes = 0
+            give_back()
 
     def reserve(self, *, anew: bool) -> None:
         """See that libraries find memory on the heap, for an op that was never seen if `anew`.
