@@ -5,7 +5,8 @@
 Budgets lie between the least feasible one and the plain peak, so that each plan has to move something. Steps take
 turns with plain ones: the last ratio compares times in terms of plain steps, so that a machine whose speed wavered
 since the plan was made does not count as a wrong prediction. Single steps waver by a tenth and more: by that alone
-the median of nine is off by a tenth once in a hundred budgets, and that of fifteen once in a thousand.
+the median of nine is off by a tenth once in a hundred budgets, and that of fifteen once in a thousand. So where the
+median comes out off by more than 6% as many steps again are measured, and the figure is the median of all.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _SIZES: Mapping[str, tuple[int, int]] = {
 _BUDGETS = 6
 _ABOVE_FLOOR, _BELOW_PLAIN = 1.03, 0.97
 _PEAK_GOAL, _TIME_GOAL = 0.02, 0.10
+_DOUBTFUL = 0.06  # a time that is off by more is measured on
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def measure(name: str, given: argparse.Namespace) -> list[Prediction]:
     found: list[Prediction] = []
     for budget in _budgets(bounds, given.shares):
         managed = Setup("managed", replace(plain.options, budget=str(budget), policy=given.policy))
-        runs = interleave([plain, managed], given.rounds, given.steps)
+        runs = interleave([plain, managed], given.rounds, given.steps, in_doubt=_is_off)
         if runs["plain"].failure is not None:
             raise SetupFailed("plain", runs["plain"].failure)
         found.append(_compare(plain.options, bounds, budget, runs["managed"], runs["plain"]))
@@ -156,14 +158,24 @@ def _compare(options: Options, bounds: Bounds, budget: int, managed: Run, plain:
         predicted_step_seconds=last.predicted_step_seconds,
         plain_step_seconds=plain.seconds,
         predicted_plain_step_seconds=managed.plan.plain_step_seconds,
-        time_ratio=median(
-            item.seconds / item.summary.predicted_step_seconds
-            for item in managed.rows
-            if item.summary is not None and item.summary.predicted_step_seconds is not None
-        ),
+        time_ratio=_time_ratio(managed.rows),
         time_ratio_in_plain_steps=(seconds / plain.seconds) / predicted_in_plain_steps,
         last_summary=last,
     )
+
+
+def _time_ratio(rows: Sequence[Row]) -> float | None:
+    ratios = [
+        row.seconds / row.summary.predicted_step_seconds
+        for row in rows
+        if row.summary is not None and row.summary.predicted_step_seconds is not None
+    ]
+    return median(ratios) if ratios else None
+
+
+def _is_off(rows: Mapping[str, Sequence[Row]]) -> bool:
+    found = _time_ratio(rows["managed"])
+    return found is not None and abs(found - 1) > _DOUBTFUL
 
 
 def _under_the_last_plan(rows: Sequence[Row]) -> list[Row]:
@@ -227,7 +239,7 @@ def main() -> None:
     parser.add_argument("--channels-last", action="store_true", help="all in that memory format; no gpt by default")
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--shares", type=float, nargs="+", help="budgets over the plain peak")
-    parser.add_argument("--rounds", type=int, default=15, help="how often plain and managed steps take turns")
+    parser.add_argument("--rounds", type=int, default=9, help="how often plain and managed steps take turns")
     parser.add_argument("--steps", type=int, default=1, help="measured steps of a turn")
     parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
     given = parser.parse_args()

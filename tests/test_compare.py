@@ -6,7 +6,7 @@ import builtins
 import io
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 
 import outgrow
 from outgrow.cli import plot
-from outgrow.cli.interleave import HEAP_KEPT, Setup, SetupFailed, Worker, interleave, live_bounds, ratio
+from outgrow.cli.interleave import HEAP_KEPT, Row, Setup, SetupFailed, Worker, interleave, live_bounds, ratio
 from outgrow.cli.main import run
 from outgrow.cli.options import Options
 
@@ -343,6 +343,19 @@ def test_set_ups_take_turns_and_those_that_fail_drop_out() -> None:
     failure = found["broken"].failure
     assert failure is not None
     assert (failure.kind, failure.message) == ("LookupError", "not this one")
+
+
+@pytest.mark.parametrize("answer", [False, True])
+def test_in_doubt_all_take_as_many_turns_again_once(answer: bool) -> None:
+    asked: list[dict[str, int]] = []
+
+    def in_doubt(rows: Mapping[str, Sequence[Row]]) -> bool:
+        asked.append({name: len(found) for name, found in rows.items()})
+        return answer
+
+    found = interleave([Setup("plain", TINY_OPTIONS)], rounds=2, in_doubt=in_doubt)
+    assert asked == [{"plain": 2}]
+    assert len(found["plain"].rows) == (4 if answer else 2)
 
 
 def test_bounds_are_those_of_a_session_that_nothing_limits() -> None:

@@ -238,6 +238,7 @@ def interleave(
     steps: int | Mapping[str, int] = 1,
     *,
     on_step: Callable[[Setup], None] = lambda setup: None,
+    in_doubt: Callable[[Mapping[str, Sequence[Row]]], bool] = lambda rows: False,
     limit_seconds: float | None = None,
 ) -> dict[str, Run]:
     """Train all set-ups, so many rounds after their warm-up, in each of which every one takes some steps in turn.
@@ -249,6 +250,8 @@ def interleave(
         rounds: how often all take turns.
         steps: measured steps of each turn, of all alike or by the set-ups' names.
         on_step: called after each step, those of the warm-up too.
+        in_doubt: given the measured steps of each after the last round, says whether so many rounds again are wanted;
+            it is asked once, and all rounds count alike.
         limit_seconds: the most that one step, or building a model, may take.
     """
     rows: dict[str, list[Row]] = {setup.name: [] for setup in setups}
@@ -276,7 +279,9 @@ def interleave(
                 failures[worker.setup.name] = error.failure
         for worker in workers:
             turn(worker, worker.setup.warmup)
-        for number in range(rounds):
+        for number in range(2 * rounds):
+            if number == rounds and not in_doubt(rows):
+                break
             # Every other round goes backwards, so that nobody always runs after the same neighbour.
             for worker in workers if number % 2 == 0 else reversed(workers):
                 name = worker.setup.name
