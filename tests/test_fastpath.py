@@ -22,7 +22,7 @@ from conftest import RunChild
 from outgrow.runtime import fastpath
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.tiers.arena import find_arena
-from steps import RecomputeAll, Training, budget_for, digest, momentum, train_in_session, train_plain
+from steps import ParkAll, RecomputeAll, Training, budget_for, digest, momentum, train_in_session, train_plain
 
 MIB = 1 << 20
 WIDTH, BATCH, LAYERS = 128, 1024, 8  # each map takes 512 KiB: a block of the arena's
@@ -113,7 +113,7 @@ def test_most_ops_of_a_planned_step_pass_and_nobody_can_tell(policy: str, passed
     assert sum(summary.offloaded_bytes for summary in summaries[3:]) > 0 or policy == "superneurons"
     assert passed[:2] == [0, 0]  # recorded
     ops_at_least = LAYERS * 8
-    assert passed[-1] > ops_at_least
+    assert max(passed[-3:]) > ops_at_least  # a plan may be set right in the last one, which is its lesson then
 
 
 def test_updates_pass(passed: list[int]) -> None:
@@ -122,6 +122,59 @@ def test_updates_pass(passed: list[int]) -> None:
     assert_equal_and_inside(chain())
     # Each parameter's momentum takes an op of its own, and its step one more.
     assert passed[-1] >= without + 2 * LAYERS
+
+
+class Waiting(nn.Module):
+    """Every layer's result waits for the end, where one op reads all, or an op each; no mode for functions sees them."""
+
+    def __init__(self, at_once: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.at_once = at_once
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            found.append(x)
+        with torch._C.DisableTorchFunction():
+            if self.at_once:
+                return torch.cat(found[::-1], 1)
+            for item in found[-2::-1]:
+                x = x * item
+            return x
+
+
+@pytest.mark.parametrize("policy", [ParkAll(), ParkAll("park-all-late", prefetch=False)], ids=str)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_while_values_are_parked_ops_on_others_pass(at_once: bool, policy: Any, passed: list[int]) -> None:
+    def make() -> Training:
+        model = Waiting(at_once)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def run(k: int) -> torch.Tensor:
+            loss = model(torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(k))).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    seen: list[tuple[bool, bool]] = []
+    run_op = outgrow.runtime.executor.Executor.run
+
+    def noted(self: Any, *given: Any) -> Any:
+        seen.append((self._parking.busy, self._fast.passes_writes))
+        return run_op(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outgrow.runtime.executor.Executor, "run", noted)
+        summaries = assert_equal_and_inside(make, share=0.6, policy=policy)
+    assert summaries[-1].offloaded_bytes > 0
+    assert any(busy for busy, _ in seen)
+    assert not any(busy and writes for busy, writes in seen)
+    assert max(passed[-3:]) > 5 * LAYERS
 
 
 def test_with_recipes_about_nothing_that_writes_passes_before_the_last_saved_value_is_back(

@@ -152,10 +152,9 @@ class Executor:
                 stack.enter_context(_Watch(self, self._table))
             if self._parking.on:
                 stack.enter_context(Access(self._parking))
-            parks = self._parking.on or self._parking.busy
-            cares_for_all = not watch or recorder is not None or parks or self._ledger.hidden_bytes > 0
+            cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
             self._fast.begin(None if cares_for_all else plan, self._modes + 1)
-            self._fast.passes_writes = not self._recomputer.on and not self._pool.dropped
+            self._fast.passes_writes = not (self._recomputer.on or self._pool.dropped or self._parking.on)
             self._stack = stack.pop_all()
         self._started = self._left_at = time.perf_counter()
         self._left_lost = 0.0
@@ -339,10 +338,14 @@ class Executor:
             return
         if self._follower.advance(event, handle, entry):
             self._peak = max(self._peak, self._ledger.live_bytes)
-            if self._follower.done:  # recipes are of no use any more
-                self._fast.passes_writes = not self._pool.dropped
+            self._free_writes()
         else:
             self._depart()
+
+    def _free_writes(self) -> None:
+        """Let ops that write pass from where nothing will be made anew, or leave, as the plan says."""
+        if self._follower.done and not self._pool.dropped and not self._parking.busy:
+            self._fast.passes_writes = True
 
     def rebuild(self, entry: Entry) -> torch.UntypedStorage:
         """Make a dropped value anew; the pool asks for it."""
@@ -459,6 +462,8 @@ class Executor:
             need = NOTHING
         self._prepare(facts, need)
         written: list[StorageRecord] = []
+        if facts.writes and not fast.passes_writes:
+            self._free_writes()
         if facts.writes or is_free:
             places = written_tensors(facts, args, kwargs) if facts.writes else args[:1]
             records = (see(tensor) for tensor in places)
@@ -495,7 +500,11 @@ class Executor:
             record.writes += 1
         if contents is not None:
             recomputer.take_down(func, facts, args, kwargs, contents, result)
-        elif fast.learns and need.measured and not (is_free or facts.draws or facts.over_lists):
+        elif (
+            fast.learns
+            and need.measured
+            and not (is_free or facts.draws or facts.over_lists or parking.looks_out_for(number))
+        ):
             if not facts.writes:
                 fast.needs_no_care(number, rise)
             elif fast.passes_writes and not any(map(self._pool.has_place_in, written)):

@@ -23,6 +23,7 @@
 #include <new>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace {
@@ -74,6 +75,9 @@ thread_local State* state = nullptr;  // of the step that runs on this thread
 // Storages that saved values lie in: a write to those is never let pass, as copies of them must be told. With how many
 // say so, since one may have come to lie where another lay.
 std::unordered_map<const void*, int64_t> saved;
+
+// Storages whose bytes are away, on their way, or back ahead of their use: who looks at one has to be told to wait.
+std::unordered_set<const void*> parked;
 
 uint64_t mix(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 0x9E3779B97F4A7C15ull;
@@ -220,6 +224,23 @@ bool writes_safely(const State& now, const Expected& next, const torch::jit::Sta
   return true;
 }
 
+bool is_parked(const c10::IValue& item) {
+  return item.isTensor() && item.toTensor().has_storage() &&
+         parked.count(item.toTensor().storage().unsafeGetStorageImpl());
+}
+
+// Whether nothing that an op is given is parked.
+bool all_there(const torch::jit::Stack& stack, size_t count) {
+  if (parked.empty()) return true;
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    if (is_parked(stack[i])) return false;
+    if (!stack[i].isList()) continue;
+    for (const c10::IValue& inner : stack[i].toListRef())
+      if (is_parked(inner)) return false;
+  }
+  return true;
+}
+
 bool fits(State& now, const Expected& next) {
   if (now.booked->load() + now.count->bytes + next.rise > now.budget || !heap_has_room()) return false;
   if (next.rise >= kLargeRise) now.keep_under(now.limit, now.statm, now.page, 0);
@@ -246,7 +267,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   const Expected& next = now->expected[first];
   // Who rings wants memory that is free by now to be let go: what adds none need not wait for that.
   if (next.op == &op.schema() && (!now->bell || next.rise < kLittle) && next.look == look_of(keys, *stack, count) &&
-      writes_safely(*now, next, *stack, count) && fits(*now, next) && passes(*now, op, keys, stack, count)) {
+      all_there(*stack, count) && writes_safely(*now, next, *stack, count) && fits(*now, next) && passes(*now, op, keys, stack, count)) {
     now->number += next.ops;
     now->passed += next.ops;
     return;
@@ -279,5 +300,13 @@ void outgrow_fastpath_saved(const void* storage, int is_there) {
   } else if (const auto known = saved.find(storage); known != saved.end() && --known->second <= 0) {
     saved.erase(known);
   }
+}
+
+// The bytes of this storage are not to be looked at from now on, or are again.
+void outgrow_fastpath_parked(const void* storage, int is_parked) {
+  if (is_parked)
+    parked.insert(storage);
+  else
+    parked.erase(storage);
 }
 }

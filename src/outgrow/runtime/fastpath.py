@@ -191,6 +191,11 @@ class FastPath:
         if self._library is not None:
             self._library.outgrow_fastpath_saved(record.address, is_there)
 
+    def parked(self, record: StorageRecord, *, is_parked: bool) -> None:
+        """The bytes of this storage may be away from now on, or are there for good: who looks at it needs care."""
+        if self._library is not None:
+            self._library.outgrow_fastpath_parked(record.address, is_parked)
+
     @property
     def passes_writes(self) -> bool:
         """Whether ops that write may pass: nothing is, or will be, made anew from what they change."""
@@ -242,6 +247,8 @@ def _library() -> ctypes.CDLL | None:
     library.outgrow_fastpath_enter.restype = None
     library.outgrow_fastpath_saved.argtypes = (ctypes.c_void_p, ctypes.c_int)
     library.outgrow_fastpath_saved.restype = None
+    library.outgrow_fastpath_parked.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    library.outgrow_fastpath_parked.restype = None
     try:
         _pass_higher_order_ops()
     except (AttributeError, RuntimeError) as error:

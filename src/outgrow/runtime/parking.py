@@ -168,6 +168,10 @@ class Parking:
         born = list({record.serial: record for record in records}.values())
         self.lending.add(self._seen.ran(number, facts.name, func, args, outputs, born))
 
+    def looks_out_for(self, number: int) -> bool:
+        """Whether op `number` of the step makes something that may be parked: it has to be seen."""
+        return self._seen.looks_out_for(number)
+
     def agrees(self, value: int, entry: Entry) -> bool:
         """Whether a saved value is where the op that made it left it, as far as is known here."""
         return self._seen.agrees(value, entry.serial)
@@ -223,7 +227,8 @@ class Parking:
             remake.let_go()
         known = self._pool.copy_of(record)
         if isinstance(known, Place) and not self._pool.is_reading(storage):
-            self._parked[record.serial] = parked = _Parked(record, record.nbytes, known, lent=False, held=storage)
+            parked = _Parked(record, record.nbytes, known, lent=False, held=storage)
+            self._begin(parked)
             self._empty(parked)
             return
         if not isinstance(known, Copy):
@@ -249,7 +254,7 @@ class Parking:
     ) -> None:
         """Let go of a gradient that can be made anew; the first time it is copied as well, to see whether it can."""
         if self._remade[value] in self._verdicts.gradients:
-            self._parked[record.serial] = _Parked(record, record.nbytes, slot, lent=True, remake=remake, copied=False)
+            self._begin(_Parked(record, record.nbytes, slot, lent=True, remake=remake, copied=False))
             self._take_memory(storage)
             return
         copy = self._copies.out.submit(slot, storage.data_ptr())
@@ -259,7 +264,15 @@ class Parking:
 
     def _start_writing(self, record: StorageRecord, storage: torch.UntypedStorage, copy: Copy) -> None:
         lent = self.lending.is_state(record)
-        self._parked[record.serial] = _Parked(record, record.nbytes, copy.slot, lent, storage, copy)
+        self._begin(_Parked(record, record.nbytes, copy.slot, lent, storage, copy))
+
+    def _begin(self, parked: _Parked) -> None:
+        self._parked[parked.record.serial] = parked
+        self._pool.fast_path.parked(parked.record, is_parked=True)
+
+    def _end(self, parked: _Parked) -> None:
+        del self._parked[parked.record.serial]
+        self._pool.fast_path.parked(parked.record, is_parked=False)
 
     def park(self, records: Sequence[StorageRecord]) -> None:
         """Park storages that may leave, and wait until they are away.
@@ -367,7 +380,7 @@ class Parking:
 
     def _forget(self, parked: _Parked) -> None:
         """It is parked no more: the place on the disk is free, unless a plan fixed it."""
-        del self._parked[parked.record.serial]
+        self._end(parked)
         self._pool.release(parked.slot)
         if parked.remake is not None:
             parked.remake.let_go()
@@ -383,7 +396,7 @@ class Parking:
 
     def _settle_out(self, parked: _Parked) -> None:
         """It is wanted before it left: it stays. The copy goes on, and holds the memory until it is done."""
-        del self._parked[parked.record.serial]
+        self._end(parked)
         if parked.remake is not None:
             parked.remake.let_go()
         self._cancelled.append(parked)

@@ -71,9 +71,9 @@ class Pool:
     ) -> None:
         """`places` is the next tier, `copies` leads there, and `memory` is the device's own.
 
-        `fast_path` is told where saved values lie.
+        `fast_path` is told where saved values lie, and those that are parked.
         """
-        self._fast = fast_path or FastPath(ledger, budget_bytes, None)
+        self.fast_path = fast_path or FastPath(ledger, budget_bytes, None)
         self._ledger = ledger
         self._budget = budget_bytes
         self._on_arrival = on_arrival
@@ -526,7 +526,7 @@ class Pool:
         """Note where a value lies."""
         there = self._at.setdefault(entry.record.serial, [])
         if not there:
-            self._fast.saved(entry.record, is_there=True)
+            self.fast_path.saved(entry.record, is_there=True)
         there.append(entry)
 
     def _forget_place(self, entry: Entry) -> None:
@@ -537,7 +537,7 @@ class Pool:
             there.remove(entry)
         if not there:
             del self._at[entry.record.serial]
-            self._fast.saved(entry.record, is_there=False)
+            self.fast_path.saved(entry.record, is_there=False)
 
     def _may_leave(self, entry: Entry) -> bool:
         return (
@@ -587,7 +587,7 @@ class Pool:
             self._abandoned.clear()
             self._recent.clear()
             for there in self._at.values():
-                self._fast.saved(there[0].record, is_there=False)
+                self.fast_path.saved(there[0].record, is_there=False)
             self._at.clear()
             self._places.close()
         if failure is not None:

@@ -72,6 +72,10 @@ class Sightings:
                     self._remakes[value] = Remake(self._ledger, func, args, outputs[0])
         return gradients
 
+    def looks_out_for(self, number: int) -> bool:
+        """Whether op `number` is one that makes a value of the plan's."""
+        return number in self._births
+
     def find(self, value: int) -> StorageRecord | None:
         """The storage of a value; None where it was not seen."""
         return self._records.get(value)
