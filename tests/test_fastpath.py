@@ -125,7 +125,7 @@ def test_updates_pass(passed: list[int]) -> None:
 
 
 class Waiting(nn.Module):
-    """Every layer's result waits for the end, where one op reads all, or an op each; no mode for functions sees them."""
+    """Every layer's result waits for the end, where one op reads all, or an op each, that no function mode sees."""
 
     def __init__(self, at_once: bool) -> None:
         super().__init__()
