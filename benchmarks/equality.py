@@ -13,6 +13,7 @@ be the plain peak or more, and policies that move no more than they must move no
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -101,6 +102,7 @@ def compare_all(name: str, policies: Sequence[str]) -> list[Comparison]:
     for policy in policies:
         found.append(compare(Comparison(name, policy, plain_peak, budget), make, plain))
         print(_in_words(found[-1]), flush=True)
+        gc.collect()  # an optimizer is a cycle, and holds its model
     return found
 
 
