@@ -228,6 +228,13 @@ class FakeDevice:
     def refill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         storage.resize_(nbytes)
 
+    @property
+    def margin_bytes(self) -> int:
+        return 0
+
+    def give_back_beside(self) -> None:
+        pass
+
     def make_room(self, nbytes: int) -> None:
         pass
 

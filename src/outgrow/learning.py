@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -14,6 +13,7 @@ from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recompute import Verdicts
+from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.tracing.ir import Phase, Trace
 from outgrow.units import format_bytes, format_seconds
 
@@ -89,15 +89,23 @@ class Planner:
     # What planning takes for its linear programs: 145 MB were seen for the 49,319 ops of a ResNet-2504.
     _BYTES_PER_OP = 4 << 10
 
-    def __init__(self, policy: Policy, make_room: Callable[[int], None] | None = None) -> None:
-        """`make_room` is told before a plan is made how many bytes that will take: a session has none to spare."""
+    def __init__(self, policy: Policy, memory: DeviceMemory | None = None) -> None:
+        """`memory` is told what a plan takes while it is made: a session has none to spare. None for no session."""
         self._policy = policy
-        self._make_room = make_room
+        self._memory = memory
 
     def plan(self, problem: Problem) -> Plan:
-        """The policy's plan, ready for a session."""
-        if self._make_room is not None:
-            self._make_room(len(problem.trace.ops) * self._BYTES_PER_OP)
+        """The policy's plan, ready for a session. It leaves the memory's margin free if there is one that does."""
+        if self._memory is None:
+            return self._plan(problem)
+        self._memory.make_room_beside(len(problem.trace.ops) * self._BYTES_PER_OP)
+        plan = self._plan(problem.with_budget(problem.budget_bytes - self._memory.margin_bytes))
+        if not plan.simulate().feasible:
+            plan = self._plan(problem)
+        self._memory.give_back_beside()
+        return replace(plan, problem=plan.problem.with_budget(problem.budget_bytes))
+
+    def _plan(self, problem: Problem) -> Plan:
         plan = self._policy.plan(problem).laid_out()
         return plan if problem.on_cpu else with_releases(plan)
 

@@ -160,7 +160,7 @@ class Session:
             self._spill.close()
             raise
         self._copies, self._memory = backend.copies, backend.memory
-        self._planner = Planner(self._policy, self._memory.make_room_beside)
+        self._planner = Planner(self._policy, self._memory)
         self._pool = Pool(
             self._ledger,
             self.budget_bytes,

@@ -106,6 +106,7 @@ class Executor:
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
         self._released_elsewhere: deque[Handle] = deque()
+        self._margin = 0  # of the budget, which the cache leaves free in this step where it can
         self._epoch = 0  # counts steps: a graph may live on into later ones
         self._reset(None)
 
@@ -134,6 +135,10 @@ class Executor:
         counts_on_more = not self._changes_threads and (plan is None or bool(plan.parks or plan.reuses))
         self._reset(plan, verdicts, on_demand=watch and recorder is not None and counts_on_more)
         self._epoch += 1
+        # Where the cache decides it keeps to what plans keep to.
+        decides = recorder is not None or plan is None or plan.evicts
+        self._margin = self._memory.margin_bytes if decides else 0
+        self._pool.leave(self._margin)
         self._watched = watch
         self._modes = _len_torch_dispatch_stack()
         self._pool.reset_counters()
@@ -395,7 +400,7 @@ class Executor:
         if self._is_counted:
             self._memory.count(need.likely_bytes if self._recorder is None else self._budget)
             self._unseen = max(self._unseen, self._ledger.unseen_bytes)
-        if self._ledger.live_bytes + need.likely_bytes > self._budget:
+        if self._ledger.live_bytes + need.likely_bytes > self._budget - self._margin:
             self._where = facts.name
             self._make_room(need.likely_bytes, need.certain_bytes)
         else:
@@ -553,7 +558,7 @@ class Executor:
         certain = likely if certain is None else certain
         if self._parking.busy:
             self._parking.wait_for_room(likely)
-        if self._pool.make_room(likely):
+        if self._pool.make_room(likely) or self._ledger.live_bytes + likely <= self._budget:
             return
         if self._parking.busy:
             self._parking.send_back(likely)

@@ -75,7 +75,7 @@ class Pool:
         """
         self.fast_path = fast_path or FastPath(ledger, budget_bytes, None)
         self._ledger = ledger
-        self._budget = budget_bytes
+        self._budget = self._aim = budget_bytes
         self._on_arrival = on_arrival
         self._rebuild = rebuild
         self._least_moved = least_moved_bytes
@@ -103,6 +103,10 @@ class Pool:
     def budget_bytes(self) -> int:
         """The most that live bytes may reach."""
         return self._budget
+
+    def leave(self, margin_bytes: int) -> None:
+        """Make room in less than the budget from now on, by so many bytes."""
+        self._aim = self._budget - margin_bytes
 
     def entries(self) -> Iterator[Entry]:
         """All entries, in no particular order."""
@@ -483,7 +487,7 @@ class Pool:
     def make_room(self, need: int) -> bool:
         """Send the least recently used away until `need` more bytes fit the budget; whether they do now."""
         self.land()
-        while (excess := self._ledger.live_bytes + need - self._budget) > 0:
+        while (excess := self._ledger.live_bytes + need - self._aim) > 0:
             if not self._send_away(excess):
                 return False
         return True

@@ -46,6 +46,11 @@ class CudaMemory:
         if self._ledger.live_bytes + nbytes > self._budget - self._budget // _NEAR_SHARE:
             self._settle()
 
+    @property
+    def margin_bytes(self) -> int:
+        """0: what is beside tensors counts as live."""
+        return 0
+
     def begin_step(self) -> None:
         """Nothing to do."""
 
@@ -54,6 +59,9 @@ class CudaMemory:
 
     def make_room_beside(self, nbytes: int) -> None:
         """Nothing to do: what is beside tensors lies on the host."""
+
+    def give_back_beside(self) -> None:
+        """Nothing to do."""
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory for a value that comes back, on the stream that is current: the computation's."""

@@ -11,6 +11,10 @@ import torch
 class DeviceMemory(Protocol):
     """Where tensors get their memory while a session is open."""
 
+    @property
+    def margin_bytes(self) -> int:
+        """What steps leave of the budget where they can, for what comes beside tensors."""
+
     def begin_step(self) -> None:
         """A step begins."""
 
@@ -49,6 +53,9 @@ class DeviceMemory(Protocol):
 
     def make_room_beside(self, nbytes: int) -> None:
         """So many bytes are about to be taken beside tensors, by planning: see that the bounds hold all the same."""
+
+    def give_back_beside(self) -> None:
+        """What was taken beside tensors is free again: see that others can have it."""
 
     def reserve(self, *, anew: bool) -> None:
         """An op is about to run, one that was never seen if `anew`: see that libraries find memory for themselves.

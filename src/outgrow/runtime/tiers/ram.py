@@ -15,7 +15,7 @@ from outgrow.runtime.tiers.resident import ResidentSet
 class Ram:
     """Keeps the resident set within base and budget, while tensors come and go."""
 
-    # The arena stays below that by this part of the budget: small blocks and Python grow between two looks.
+    # Tensors stay below that by this part of the budget: small blocks and Python grow between two looks at the set.
     _MARGIN_SHARE = 64
     # What it may be over that where there is no arena: each time glibc gives pages back it gives all of them.
     _HEAP_SLACK_SHARE = 0.05
@@ -25,13 +25,14 @@ class Ram:
 
     def __init__(self, base_bytes: int, budget_bytes: int) -> None:
         """`base_bytes` is what the process holds besides tensors."""
+        self.margin_bytes = budget_bytes // self._MARGIN_SHARE
         self._resident = ResidentSet()
         self._reserve = Reserve()
         arena = None if address_space_is_limited() else find_arena()
         self._memory: Arena | Heap = arena or Heap()
         self._heap = self._memory if isinstance(self._memory, Heap) else None
         if self._heap is None:
-            self._limit = base_bytes + budget_bytes - budget_bytes // self._MARGIN_SHARE
+            self._limit = base_bytes + budget_bytes - self.margin_bytes
         else:
             self._limit = base_bytes + int(budget_bytes * (1 + self._HEAP_SLACK_SHARE)) + self._HEAP_SLACK_BYTES
         self._left_bytes = 0  # on the heap, of storages that were there, and are not
@@ -100,6 +101,10 @@ class Ram:
     def refill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give a storage that was emptied memory again."""
         storage.resize_(nbytes)
+
+    def give_back_beside(self) -> None:
+        """Give back what the heap has free: planning leaves 2 KiB an op."""
+        give_back()
 
     def _leave_heap(self) -> None:
         if self._left_bytes:
