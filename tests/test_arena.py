@@ -25,6 +25,7 @@ from outgrow.runtime.tiers.arena import Arena, find_arena
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.runtime.tiers.resident import ResidentSet
 from outgrow.tracing.probe import measured_call
+from steps import Training, budget_for, momentum, train_in_session
 
 MIB = 1 << 20
 NO_LIMIT = 1 << 60
@@ -358,16 +359,42 @@ def resident_growth_while_planning() -> tuple[int, int, int]:
 # --- sessions ---
 
 
+def many_maps() -> Training:
+    """A chain whose saved maps, 1 MiB each, are most of a step."""
+    model = torch.nn.Sequential(
+        *(part for _ in range(12) for part in (torch.nn.Linear(256, 256, bias=False), torch.nn.Tanh()))
+    )
+    optimizer = momentum(model.parameters())
+
+    def run(k: int) -> torch.Tensor:
+        loss = model(torch.randn(1024, 256, generator=torch.Generator().manual_seed(k))).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training([model], [optimizer], run)
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_steps_leave_a_64th_of_the_budget_for_what_comes_beside_tensors(policy: str, process_arena: Arena) -> None:
+    budget = budget_for(many_maps, 0.8)
+    _, summaries = train_in_session(many_maps, 4, budget=budget, policy=policy)
+    assert all(summary.budget_bytes == budget for summary in summaries)
+    assert all(budget * 0.8 < summary.measured_peak_bytes <= budget - budget // 64 for summary in summaries)
+
+
 def test_what_was_made_before_the_session_comes_back_to_the_arena(process_arena: Arena) -> None:
     early = block(3 * MIB)
-    assert process_arena.used_bytes == 0
+    gc.collect()
+    before = process_arena.used_bytes
     memory = Ram(base_bytes=psutil.Process().memory_info().rss, budget_bytes=64 * MIB)
     try:
         for _ in range(2):
             memory.empty(early.untyped_storage())
-            assert process_arena.used_bytes == 0
+            assert process_arena.used_bytes == before
             memory.refill(early.untyped_storage(), 3 * MIB)
-            assert process_arena.used_bytes == 3 * MIB
+            assert process_arena.used_bytes == before + 3 * MIB
         early.fill_(7)
     finally:
         memory.close()

@@ -12,6 +12,7 @@ from outgrow.learning import Planner, StepKind
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find
 from outgrow.runtime.outcome import StepOutcome
+from outgrow.runtime.tiers.ram import Ram
 from outgrow.tracing.ir import Phase
 from test_auto import GPU, NO_LINK, trace_of
 
@@ -169,3 +170,30 @@ def test_after_a_search_that_found_nothing_better_the_next_waits_for_a_larger_ch
     assert kind.searches == 1
     measure(kind, budget, 3, pace=1.5)
     assert kind.searches == 2
+
+
+class Memory(Ram):
+    """Memory that wants a 64th, and notes what it is told."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.margin_bytes = budget_bytes // 64
+        self.told: list[int | None] = []
+
+    def make_room_beside(self, nbytes: int) -> None:
+        self.told.append(nbytes)
+
+    def give_back_beside(self) -> None:
+        self.told.append(None)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.0])  # the latter: just above the least budget
+def test_a_plan_leaves_the_margin_where_one_fits_in_less(trace: outgrow.Trace, share: float) -> None:
+    keep = outgrow.plan(trace, budget=1 << 60, policy="keep", hardware=GPU)
+    least = keep.least_budget_bytes
+    budget = max(int(share * keep.simulate().peak_bytes), least + least // 200)
+    memory = Memory(budget)
+    plan = Planner(find("auto"), memory).plan(replace(keep.problem, budget_bytes=budget))
+    assert plan.budget_bytes == budget
+    assert plan.simulate().feasible
+    assert (plan.simulate().peak_bytes <= budget - memory.margin_bytes) == (share > 0)
+    assert memory.told == [len(trace.ops) * 4096, None]
