@@ -343,7 +343,8 @@ class Executor:
             return
         if self._follower.advance(event, handle, entry):
             self._peak = max(self._peak, self._ledger.live_bytes)
-            self._free_writes()
+            if self._follower.done:
+                self._free_writes()
         else:
             self._depart()
 
