@@ -401,6 +401,11 @@ def test_what_was_made_before_the_session_comes_back_to_the_arena(process_arena:
     assert int(early[-1]) == 7
 
 
+def test_what_is_too_small_for_the_arena_is_left_where_it_was(process_arena: Arena) -> None:
+    small = block(MIB // 32)
+    assert not process_arena.adopt(small.untyped_storage())
+
+
 def test_memory_that_was_left_on_the_heap_goes_back(process_arena: Arena, run_child: RunChild) -> None:
     assert run_child(resident_fall) >= 30 * MIB
 

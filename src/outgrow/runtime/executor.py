@@ -106,7 +106,6 @@ class Executor:
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
         self._released_elsewhere: deque[Handle] = deque()
-        self._margin = 0  # of the budget, which the cache leaves free in this step where it can
         self._epoch = 0  # counts steps: a graph may live on into later ones
         self._reset(None)
 
@@ -137,8 +136,7 @@ class Executor:
         self._epoch += 1
         # Where the cache decides it keeps to what plans keep to.
         decides = recorder is not None or plan is None or plan.evicts
-        self._margin = self._memory.margin_bytes if decides else 0
-        self._pool.leave(self._margin)
+        self._pool.aim_bytes = self._budget - (self._memory.margin_bytes if decides else 0)
         self._watched = watch
         self._modes = _len_torch_dispatch_stack()
         self._pool.reset_counters()
@@ -401,7 +399,7 @@ class Executor:
         if self._is_counted:
             self._memory.count(need.likely_bytes if self._recorder is None else self._budget)
             self._unseen = max(self._unseen, self._ledger.unseen_bytes)
-        if self._ledger.live_bytes + need.likely_bytes > self._budget - self._margin:
+        if self._ledger.live_bytes + need.likely_bytes > self._pool.aim_bytes:
             self._where = facts.name
             self._make_room(need.likely_bytes, need.certain_bytes)
         else:

@@ -228,7 +228,7 @@ class Parking:
         known = self._pool.copy_of(record)
         if isinstance(known, Place) and not self._pool.is_reading(storage):
             parked = _Parked(record, record.nbytes, known, lent=False, held=storage)
-            self._begin(parked)
+            self._add(parked)
             self._empty(parked)
             return
         if not isinstance(known, Copy):
@@ -254,7 +254,7 @@ class Parking:
     ) -> None:
         """Let go of a gradient that can be made anew; the first time it is copied as well, to see whether it can."""
         if self._remade[value] in self._verdicts.gradients:
-            self._begin(_Parked(record, record.nbytes, slot, lent=True, remake=remake, copied=False))
+            self._add(_Parked(record, record.nbytes, slot, lent=True, remake=remake, copied=False))
             self._take_memory(storage)
             return
         copy = self._copies.out.submit(slot, storage.data_ptr())
@@ -264,13 +264,13 @@ class Parking:
 
     def _start_writing(self, record: StorageRecord, storage: torch.UntypedStorage, copy: Copy) -> None:
         lent = self.lending.is_state(record)
-        self._begin(_Parked(record, record.nbytes, copy.slot, lent, storage, copy))
+        self._add(_Parked(record, record.nbytes, copy.slot, lent, storage, copy))
 
-    def _begin(self, parked: _Parked) -> None:
+    def _add(self, parked: _Parked) -> None:
         self._parked[parked.record.serial] = parked
         self._pool.fast_path.parked(parked.record, is_parked=True)
 
-    def _end(self, parked: _Parked) -> None:
+    def _remove(self, parked: _Parked) -> None:
         del self._parked[parked.record.serial]
         self._pool.fast_path.parked(parked.record, is_parked=False)
 
@@ -380,7 +380,7 @@ class Parking:
 
     def _forget(self, parked: _Parked) -> None:
         """It is parked no more: the place on the disk is free, unless a plan fixed it."""
-        self._end(parked)
+        self._remove(parked)
         self._pool.release(parked.slot)
         if parked.remake is not None:
             parked.remake.let_go()
@@ -396,7 +396,7 @@ class Parking:
 
     def _settle_out(self, parked: _Parked) -> None:
         """It is wanted before it left: it stays. The copy goes on, and holds the memory until it is done."""
-        self._end(parked)
+        self._remove(parked)
         if parked.remake is not None:
             parked.remake.let_go()
         self._cancelled.append(parked)

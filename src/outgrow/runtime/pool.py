@@ -55,6 +55,8 @@ class Pool:
         evicted_bytes: bytes that the cache sent out since then.
         dropped: values that were let go of and will be made anew.
         parked: who parks storages; set once.
+        aim_bytes: what the cache keeps live bytes under where it can: the budget, or somewhat less.
+        fast_path: who is told where saved values lie, and which storages are parked.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class Pool:
         """
         self.fast_path = fast_path or FastPath(ledger, budget_bytes, None)
         self._ledger = ledger
-        self._budget = self._aim = budget_bytes
+        self._budget = budget_bytes
+        self.aim_bytes = budget_bytes
         self._on_arrival = on_arrival
         self._rebuild = rebuild
         self._least_moved = least_moved_bytes
@@ -103,10 +106,6 @@ class Pool:
     def budget_bytes(self) -> int:
         """The most that live bytes may reach."""
         return self._budget
-
-    def leave(self, margin_bytes: int) -> None:
-        """Make room in less than the budget from now on, by so many bytes."""
-        self._aim = self._budget - margin_bytes
 
     def entries(self) -> Iterator[Entry]:
         """All entries, in no particular order."""
@@ -485,9 +484,9 @@ class Pool:
         self._memory.relieve()
 
     def make_room(self, need: int) -> bool:
-        """Send the least recently used away until `need` more bytes fit the budget; whether they do now."""
+        """Send the least recently used away until `need` more bytes fit what is aimed at; whether they do now."""
         self.land()
-        while (excess := self._ledger.live_bytes + need - self._aim) > 0:
+        while (excess := self._ledger.live_bytes + need - self.aim_bytes) > 0:
             if not self._send_away(excess):
                 return False
         return True

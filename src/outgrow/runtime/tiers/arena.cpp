@@ -115,10 +115,11 @@ class Arena final : public c10::Allocator {
   }
 
   // A storage keeps the allocator that it was made with: that is this one from now on, if it was PyTorch's own. True if
-  // its memory is not here yet.
+  // its memory is not here yet, and will be.
   bool adopt(c10::StorageImpl& storage) {
     if (storage.allocator() == base_) storage.set_allocator(this);
-    return storage.allocator() == this && !is_ours(storage._mutable_data_ptr_no_checks().get());
+    const bool is_large = storage.nbytes() >= kLeastBlock;
+    return is_large && storage.allocator() == this && !is_ours(storage._mutable_data_ptr_no_checks().get());
   }
 
   void before_fork() { mutex_.lock(); }
