@@ -401,6 +401,21 @@ def test_what_was_made_before_the_session_comes_back_to_the_arena(process_arena:
     assert int(early[-1]) == 7
 
 
+def test_so_does_what_was_made_before_there_was_an_arena(process_arena: Arena, run_child: RunChild) -> None:
+    assert run_child(used_after_a_refill) == 3 * MIB
+
+
+def used_after_a_refill() -> int:
+    early = block(3 * MIB)
+    memory = Ram(base_bytes=psutil.Process().memory_info().rss, budget_bytes=64 * MIB)
+    memory.empty(early.untyped_storage())
+    memory.refill(early.untyped_storage(), 3 * MIB)
+    arena = find_arena()
+    used = -1 if arena is None else arena.used_bytes
+    memory.close()
+    return used
+
+
 def test_what_is_too_small_for_the_arena_is_left_where_it_was(process_arena: Arena) -> None:
     small = block(MIB // 32)
     assert not process_arena.adopt(small.untyped_storage())
