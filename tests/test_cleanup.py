@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import scipy.optimize  # noqa: F401 - it and the next change the filters of warnings when they are first loaded
@@ -25,6 +25,8 @@ from torch.nn.modules import module as module_hooks
 import outgrow
 from conftest import child_command, open_files
 from outgrow import SessionError
+from outgrow.runtime.copies.cpu import Lane
+from outgrow.runtime.tiers.place import Place
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -234,6 +236,23 @@ def test_a_program_that_never_closes_its_session_ends_by_itself() -> None:
     done = subprocess.run(child_command(train_and_just_end), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, '"done"\n', "")
     assert time.monotonic() - start < 50
+
+
+def end_while_a_copy_is_under_way() -> str:
+    global left_open
+    left_open = Lane("slow", _copy_slowly)  # what a session is left with that an error ends
+    left_open.submit(cast(Place, None), 0)
+    return "done"
+
+
+def _copy_slowly(place: Place, address: int) -> None:
+    time.sleep(0.5)
+    print("copied", flush=True)
+
+
+def test_a_program_does_not_end_under_a_copy() -> None:
+    done = subprocess.run(child_command(end_while_a_copy_is_under_way), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, '"done"\ncopied\n')
 
 
 # --- after a step that failed ---

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -99,6 +100,7 @@ class Lane:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+            atexit.unregister(self.close)
 
     def _start(self) -> bool:
         """Start the thread; False where the system has no memory for one, which is when copies matter most."""
@@ -109,6 +111,8 @@ class Lane:
         except (RuntimeError, MemoryError):
             return False
         self._thread = thread
+        # A session that an error leaves open: the interpreter must not end while a thread of its own still runs.
+        atexit.register(self.close)
         return True
 
     def _work(self) -> None:
