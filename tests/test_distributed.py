@@ -196,7 +196,7 @@ def test_a_rank_whose_peer_is_killed_ends_with_an_error_and_leaves_no_file(tmp_p
         assert list((tmp_path / "spill").iterdir()) == []  # what lies there has no name
         ranks[1].kill()
         _, said = ranks[0].communicate(timeout=END_SECONDS)
-        # PyTorch's own threads can still be at their exchange when the interpreter has gone: then it aborts, after all.
+        # PyTorch's threads can still be at their exchange when the interpreter has gone: then it aborts after all.
         assert ranks[0].returncode in (1, -signal.SIGABRT), said[-4000:]
         assert "RuntimeError" in said
         assert list((tmp_path / "spill").iterdir()) == []
