@@ -154,13 +154,13 @@ bool is_out_of_memory(const std::string& words) {
 // A dispatch mode is off, and new blocks are counted, while this lives.
 class Passing {
  public:
-  explicit Passing(State& now) : now_(now), modes_off_(kModes), began_(now.booked->load()) {
-    now_.count->most = now_.count->bytes.load();
+  explicit Passing(State& now) : now_(now), modes_off_(kModes) {
+    now_.count->most = now_.count->bytes + *now_.booked;
     now_.count_in(now_.count);
   }
   ~Passing() {
     now_.count_in(nullptr);
-    now_.peak = std::max(now_.peak, began_ + now_.count->most.load());
+    now_.peak = std::max(now_.peak, now_.count->most.load());
   }
   Passing(const Passing&) = delete;
   Passing& operator=(const Passing&) = delete;
@@ -168,7 +168,6 @@ class Passing {
  private:
   State& now_;
   c10::impl::ExcludeDispatchKeyGuard modes_off_;
-  const int64_t began_;
 };
 
 // Run an op past the mode. False where memory ran out: its arguments are on the stack as they were.
@@ -267,7 +266,8 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   const Expected& next = now->expected[first];
   // Who rings wants memory that is free by now to be let go: what adds none need not wait for that.
   if (next.op == &op.schema() && (!now->bell || next.rise < kLittle) && next.look == look_of(keys, *stack, count) &&
-      all_there(*stack, count) && writes_safely(*now, next, *stack, count) && fits(*now, next) && passes(*now, op, keys, stack, count)) {
+      all_there(*stack, count) && writes_safely(*now, next, *stack, count) && fits(*now, next) &&
+      passes(*now, op, keys, stack, count)) {
     now->number += next.ops;
     now->passed += next.ops;
     return;

@@ -105,8 +105,8 @@ class FastPath:
         self._library = None if arena is None else _library()
         if ram is None or arena is None or self._library is None:
             return
-        self._count = ledger.count = arena.new_count()
         self._state.booked = ctypes.addressof(ledger.booked)
+        self._count = ledger.count = arena.new_count(self._state.booked)
         self._state.count = self._count.address
         self._state.count_in = arena.count_in_address
         self._state.keep_under = arena.keep_under_address

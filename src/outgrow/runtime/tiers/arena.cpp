@@ -4,8 +4,8 @@
 // block never fits the hole of one like it, and gives free pages back all at once or not at all. This allocator knows
 // which pages are there and which of them are free: an allocation goes where pages are, and where new ones would lift
 // the resident set over its limit, just as many are moved there from free addresses, or go back, as are needed, those
-// first that were free for longest. What blocks fill at their most in each step stays: to give that back between two
-// such moments would hardly lower a peak.
+// first that were free for longest. The pages that blocks lie in at their most in each step stay: to give those back
+// between two such moments would hardly lower a peak.
 //
 // Small blocks, and all blocks while no session is open, are PyTorch's own allocator's.
 
@@ -39,12 +39,13 @@ constexpr int kTries = 24;               // gaps that are looked at for one bloc
 
 size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
-// The bytes of some blocks, as they were asked for: of those that a thread made while it counted, large and small. Its
-// owner may set `most` to `bytes`.
+// The bytes of some blocks, as they were asked for: of those that a thread made while it counted, large and small; and
+// the most that they and `others` came to at once, since its owner set that last.
 struct Count {
   std::atomic<int64_t> bytes{0}, most{0};
+  const std::atomic<int64_t>* others;
 
-  void add(size_t n) { most = std::max<int64_t>(most, bytes += n); }
+  void add(size_t n) { most = std::max<int64_t>(most, (bytes += n) + *others); }
 };
 
 thread_local Count* counting = nullptr;  // what this thread's new blocks count in
@@ -67,20 +68,20 @@ class Arena final : public c10::Allocator {
     open_ = is_open;
     if (is_open) return;
     withdraw();
-    most_used_ = most_before_ = kept_bytes_ = 0;
+    most_taken_ = most_before_ = kept_bytes_ = 0;
   }
 
-  // What is kept was filled in both of the last two steps: one that fills more than the others does not count.
+  // What is kept was taken in both of the last two steps: one that takes more than the others does not count.
   void begin_step() {
     std::lock_guard<std::mutex> lock(mutex_);
-    kept_bytes_ = std::min(most_used_, most_before_);
-    most_before_ = most_used_;
-    most_used_ = used_bytes_;
+    kept_bytes_ = std::min(most_taken_, most_before_);
+    most_before_ = most_taken_;
+    most_taken_ = taken_bytes_;
   }
 
   void set_limit(size_t limit, bool strictly) {
     std::lock_guard<std::mutex> lock(mutex_);
-    limit_ = strictly ? limit : std::max({limit, kept_bytes_, most_used_});
+    limit_ = strictly ? limit : std::max({limit, kept_bytes_, most_taken_});
     if (present_bytes_ > limit_) shed(present_bytes_ - limit_);
   }
 
@@ -164,8 +165,9 @@ class Arena final : public c10::Allocator {
   bool open_ = false;
   size_t limit_ = SIZE_MAX;
   size_t present_bytes_ = 0, used_bytes_ = 0;
-  size_t most_used_ = 0, most_before_ = 0;  // in this step and in the one before
-  size_t kept_bytes_ = 0;                   // no limit is lower that is not strict
+  size_t taken_bytes_ = 0;                   // granules that blocks lie in: some more than the blocks have
+  size_t most_taken_ = 0, most_before_ = 0;  // in this step and in the one before
+  size_t kept_bytes_ = 0;                    // no limit is lower that is not strict
   size_t reached_ = 0;  // addresses from here on cannot be used yet, and count nowhere
   size_t moved_ = 0;    // granules that pages were moved to
   bool can_move_ = true;
@@ -295,13 +297,13 @@ void Arena::take(size_t start, size_t size, size_t asked) {
   blocks_.emplace(start, Block{size, asked, counting});
   if (counting != nullptr) counting->add(asked);
   used_bytes_ += size;
-  most_used_ = std::max(most_used_, used_bytes_);
   const size_t end = (start + size + kGranule - 1) / kGranule;
   fresh_.clear();
   for (size_t i = start / kGranule; i < end; ++i) {
-    ++granules_[i].blocks;
+    if (granules_[i].blocks++ == 0) taken_bytes_ += kGranule;
     if (!granules_[i].present) fresh_.push_back(i);
   }
+  most_taken_ = std::max(most_taken_, taken_bytes_);
   if (!fresh_.empty()) bring_pages();
 }
 
@@ -346,8 +348,11 @@ void Arena::free(size_t start) {
   blocks_.erase(block);
   used_bytes_ -= size;
   ++clock_;
-  for (size_t i = start / kGranule; i < (start + size + kGranule - 1) / kGranule; ++i)
-    if (--granules_[i].blocks == 0) granules_[i].free_since = clock_;
+  for (size_t i = start / kGranule; i < (start + size + kGranule - 1) / kGranule; ++i) {
+    if (--granules_[i].blocks > 0) continue;
+    granules_[i].free_since = clock_;
+    taken_bytes_ -= kGranule;
+  }
   const auto after = gaps_.find(start + size);
   if (after != gaps_.end()) {
     size += after->second;
@@ -425,7 +430,7 @@ void outgrow_arena_give_back() { arena->give_back(); }
 
 // Have as many bytes of pages as the process may have in all, less those of it that are elsewhere: `statm` is the open
 // /proc/self/statm, which says how many there are. One call, since it is made before every large op. If not `strictly`,
-// have at least as many as blocks fill at their most in each step.
+// have at least as many as blocks lie in at their most in each step.
 void outgrow_arena_keep_under(size_t nbytes, int statm, size_t page, int strictly) {
   char text[128];
   const ssize_t length = pread(statm, text, sizeof(text) - 1, 0);
@@ -444,8 +449,8 @@ size_t outgrow_arena_used_bytes() { return arena->used_bytes(); }
 // Have a storage that PyTorch's own allocator served get its memory here from now on; not 0 if that is elsewhere yet.
 int outgrow_arena_adopt(void* storage) { return arena->adopt(*static_cast<c10::StorageImpl*>(storage)); }
 
-// A count of its own: two numbers of 64 bits, bytes now and at most.
-void* outgrow_arena_new_count() { return new Count; }
+// A count of its own: two numbers of 64 bits, bytes now, and at most with the number at `others`.
+void* outgrow_arena_new_count(const std::atomic<int64_t>* others) { return new Count{{0}, {0}, others}; }
 
 // Blocks that this thread makes from here on count in it; null: in none.
 void outgrow_arena_count_in(void* count) { counting = static_cast<Count*>(count); }

@@ -62,6 +62,7 @@ class Arena:
         self._adopt = library.outgrow_arena_adopt
         self._adopt.argtypes = (ctypes.c_void_p,)
         self._new_count = library.outgrow_arena_new_count
+        self._new_count.argtypes = (ctypes.c_void_p,)
         self._new_count.restype = ctypes.c_void_p
         self._counts = library.outgrow_arena_counts
         self._counts.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
@@ -86,7 +87,7 @@ class Arena:
     def keep_under(self, limit_bytes: int, resident: ResidentSet, nbytes: int) -> None:
         """Tell the arena how many pages it may have; it keeps to that by itself when it hands out a block.
 
-        As many as blocks fill at their most in each step it keeps all the same.
+        As many as blocks lie in at their most in each step it keeps all the same.
         """
         self._keep_under(max(0, limit_bytes), resident.descriptor, resident.page_bytes, 0)
 
@@ -98,9 +99,9 @@ class Arena:
         """Have a storage get its memory here when it is resized; True if that lies elsewhere, for the last time."""
         return bool(self._adopt(storage._cdata))
 
-    def new_count(self) -> ArenaCount:
-        """A count that blocks can be made in."""
-        return ArenaCount(self._new_count(), self._counts, self._end_count)
+    def new_count(self, others_address: int) -> ArenaCount:
+        """A count that blocks can be made in; its most is that of both it and the number of bytes at an address."""
+        return ArenaCount(self._new_count(others_address), self._counts, self._end_count)
 
     def open(self) -> None:
         """Hand out memory. Each call has its `close`."""
