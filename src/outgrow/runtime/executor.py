@@ -51,6 +51,7 @@ _LOG = logging.getLogger(__name__)
 _LARGE_RISE_BYTES = 256 << 10
 # Where ops are not watched, the resident set is looked at every so many saved tensors.
 _PACKS_PER_LOOK = 8
+_DETACH = torch.ops.aten.detach.default
 
 
 class Executor:
@@ -536,12 +537,16 @@ class Executor:
 
     def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A view will be made: an op of the trace, which needs no care."""
-        number = self._fast.number
-        self._fast.number = number + 1
-        if self._fast.learns:
-            self._fast.needs_no_care(number, 0)
+        self._fast.pass_view()
         if self._parking.busy:  # bounds are checked against the storage
             self._parking.touch(tensors_in(args, kwargs))
+
+    def pass_detached(self) -> bool:
+        """The same for `detach`, which looks at nothing, if nobody wants to see it."""
+        if self._recorder is not None or self.parks:
+            return False
+        self._fast.pass_view()
+        return True
 
     @property
     def parks(self) -> bool:
@@ -591,6 +596,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Autograd shows a mode each saved tensor that it takes up again. One in two calls is such a one.
+        if func is _DETACH and self._executor.pass_detached():
+            return args[0].detach()
         show = self._beside_compiler if get_eval_frame_callback() else self._show
         return show(func, args, kwargs or {})
 

@@ -54,7 +54,8 @@ struct State {
   int64_t learns, passes;  // whether the step is learned, and whether ops may pass
   int64_t number;          // of the next op of the step
   int64_t length;          // of `needs` and `expected`
-  int64_t bell;            // somebody wants Python to see the next op
+  int64_t bell;            // somebody wants Python to see the next op, as memory is free by now
+  int64_t level;           // bytes that the step comes to at its most: below, that memory may as well wait
   int64_t writes;          // whether ops that write may pass: nothing is made anew from what they change
   int64_t modes;           // how many dispatch modes there are, ours with them
   int64_t budget;          // bytes
@@ -241,7 +242,10 @@ bool all_there(const torch::jit::Stack& stack, size_t count) {
 }
 
 bool fits(State& now, const Expected& next) {
-  if (now.booked->load() + now.count->bytes + next.rise > now.budget || !heap_has_room()) return false;
+  const int64_t risen = *now.booked + now.count->bytes + next.rise;
+  if (risen > now.budget || !heap_has_room()) return false;
+  // What adds nothing need not wait for memory that is free by now to be let go.
+  if (now.bell && risen > now.level && next.rise >= kLittle) return false;
   if (next.rise >= kLargeRise) now.keep_under(now.limit, now.statm, now.page, 0);
   return true;
 }
@@ -264,10 +268,8 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
     return;
   }
   const Expected& next = now->expected[first];
-  // Who rings wants memory that is free by now to be let go: what adds none need not wait for that.
-  if (next.op == &op.schema() && (!now->bell || next.rise < kLittle) && next.look == look_of(keys, *stack, count) &&
-      all_there(*stack, count) && writes_safely(*now, next, *stack, count) && fits(*now, next) &&
-      passes(*now, op, keys, stack, count)) {
+  if (next.op == &op.schema() && next.look == look_of(keys, *stack, count) && all_there(*stack, count) &&
+      writes_safely(*now, next, *stack, count) && fits(*now, next) && passes(*now, op, keys, stack, count)) {
     now->number += next.ops;
     now->passed += next.ops;
     return;

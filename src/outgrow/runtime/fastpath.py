@@ -58,6 +58,7 @@ class _State(ctypes.Structure):
         ("number", ctypes.c_int64),
         ("length", ctypes.c_int64),
         ("bell", ctypes.c_int64),
+        ("level", ctypes.c_int64),
         ("writes", ctypes.c_int64),
         ("modes", ctypes.c_int64),
         ("budget", ctypes.c_int64),
@@ -136,6 +137,7 @@ class FastPath:
         self.learns = not lesson.is_over
         state.modes, state.length = modes, len(lesson.needs)
         state.needs, state.expected = ctypes.addressof(lesson.needs), ctypes.addressof(lesson.expected)
+        state.level = plan.prediction.peak_bytes
         state.bell, state.learns, state.passes = 0, self.learns, lesson.is_over
         self._library.outgrow_fastpath_enter(ctypes.byref(state))
 
@@ -186,6 +188,13 @@ class FastPath:
         if self._lesson is not None and number < len(self._lesson.needs):
             self._lesson.needs[number] = _WRITES - rise_bytes if writes else rise_bytes
 
+    def pass_view(self) -> None:
+        """A view is made, which needs no care."""
+        number = self._state.number
+        self._state.number = number + 1
+        if self.learns:
+            self.needs_no_care(number, 0)
+
     def saved(self, record: StorageRecord, *, is_there: bool) -> None:
         """A saved value lies in this storage from now on, or no longer: who writes to it needs care."""
         if self._library is not None:
@@ -206,7 +215,7 @@ class FastPath:
         self._state.writes = passes
 
     def ring(self) -> None:
-        """The mode wants to see the next op. Any thread may call this."""
+        """The mode wants to see the next op that would lift the peak. Any thread may call this."""
         self._state.bell = 1
 
     def hear(self) -> None:
