@@ -137,7 +137,8 @@ class FastPath:
         self.learns = not lesson.is_over
         state.modes, state.length = modes, len(lesson.needs)
         state.needs, state.expected = ctypes.addressof(lesson.needs), ctypes.addressof(lesson.expected)
-        state.level = plan.prediction.peak_bytes
+        # Where state leaves, a copy that failed should show at once.
+        state.level = 0 if plan.parks else plan.prediction.peak_bytes
         state.bell, state.learns, state.passes = 0, self.learns, lesson.is_over
         self._library.outgrow_fastpath_enter(ctypes.byref(state))
 
