@@ -384,6 +384,21 @@ def test_steps_leave_a_64th_of_the_budget_for_what_comes_beside_tensors(policy: 
     assert all(budget * 0.8 < summary.measured_peak_bytes <= budget - budget // 64 for summary in summaries)
 
 
+def test_a_plan_that_would_come_into_the_last_64th_moves_one_map_more(
+    process_arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def predicted(budget: int) -> int:
+        _, summaries = train_in_session(many_maps, 3, budget=budget, policy="auto")
+        assert summaries[-1].predicted_peak_bytes is not None
+        return summaries[-1].predicted_peak_bytes
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ram, "_MARGIN_SHARE", 1 << 60)
+        full = predicted(budget_for(many_maps, 0.8))
+        assert predicted(full + 4096) == full  # it fills the budget, but for a page
+    assert predicted(full + 4096) <= full - MIB
+
+
 def test_what_was_made_before_the_session_comes_back_to_the_arena(process_arena: Arena) -> None:
     early = block(3 * MIB)
     gc.collect()
