@@ -197,7 +197,8 @@ def test_a_rank_whose_peer_is_killed_ends_with_an_error_and_leaves_no_file(tmp_p
         ranks[1].kill()
         _, said = ranks[0].communicate(timeout=END_SECONDS)
         # PyTorch's threads can still be at their exchange when the interpreter has gone: then it aborts after all.
-        assert ranks[0].returncode in (1, -signal.SIGABRT), said[-4000:]
+        aborted = said.rstrip().endswith("terminate called without an active exception")
+        assert ranks[0].returncode == (-signal.SIGABRT if aborted else 1), said[-4000:]
         assert "RuntimeError" in said
         assert list((tmp_path / "spill").iterdir()) == []
         # Nothing but what each process may use again, whole: no partial file.

@@ -52,19 +52,11 @@ def same(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> b
 
 
 _CONV = ("chain", ("conv",), ("activation", "gelu"), ("norm", "batch"), ("norm", "batch"), ("linear",))
-_LAMBDAS = (("lambda", 14), ("lambda", 0))
+_CHAIN = ("chain", ("linear",), ("activation", "gelu"), ("lambda", 14), ("lambda", 0), ("linear",))
 # One `linear` is a product of several ops, in the middle of which one value leaves and another comes back.
 _MOVES_IN_AN_OP = (
     "concatenation",
-    (
-        "residual",
-        (
-            "chain",
-            _CONV,
-            _CONV,
-            ("chain", ("linear",), ("activation", "gelu"), ("lambda", 14), ("lambda", 0), ("linear",)),
-        ),
-    ),
+    ("residual", ("chain", _CONV, _CONV, _CHAIN)),
     ("chain", ("conv",), ("activation", "gelu"), ("linear",), ("norm", "batch"), ("linear",)),
 )
 
