@@ -276,6 +276,10 @@ def test_what_each_step_fills_at_its_most_stays_over_the_limit(process_arena: Ar
     assert run_child(pages_after_steps, [40, 40, 0], 30) >= 40 * MIB  # and for the next to begin with
 
 
+def test_so_do_pages_that_are_filled_in_part(process_arena: Arena, run_child: RunChild) -> None:
+    assert run_child(pages_after_steps, [41], 30) >= 42 * MIB  # the last of them is huge, and half full
+
+
 def test_what_one_step_alone_filled_goes_in_the_next(process_arena: Arena, run_child: RunChild) -> None:
     assert run_child(pages_after_steps, [40, 60, 40, 10], 30) <= 40 * MIB  # the one before filled 40
     assert run_child(pages_after_steps, [40, 60, 10, 10], 30) <= 30 * MIB
