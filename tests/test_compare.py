@@ -346,16 +346,16 @@ def test_set_ups_take_turns_and_those_that_fail_drop_out() -> None:
 
 
 @pytest.mark.parametrize("answer", [False, True])
-def test_in_doubt_all_take_as_many_turns_again_once(answer: bool) -> None:
+def test_in_doubt_all_take_more_turns_once(answer: bool) -> None:
     asked: list[dict[str, int]] = []
 
     def in_doubt(rows: Mapping[str, Sequence[Row]]) -> bool:
         asked.append({name: len(found) for name, found in rows.items()})
         return answer
 
-    found = interleave([Setup("plain", TINY_OPTIONS)], rounds=2, in_doubt=in_doubt)
+    found = interleave([Setup("plain", TINY_OPTIONS)], rounds=2, in_doubt=in_doubt, doubt_rounds=3)
     assert asked == [{"plain": 2}]
-    assert len(found["plain"].rows) == (4 if answer else 2)
+    assert len(found["plain"].rows) == (5 if answer else 2)
 
 
 def test_bounds_are_those_of_a_session_that_nothing_limits() -> None:

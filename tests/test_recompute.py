@@ -13,12 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import outgrow
+from outgrow.learning import StepKind
 from outgrow.planning.plan import Plan, Replay, make_plan
 from outgrow.planning.prefetch import with_prefetch
 from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import burst
 from outgrow.runtime import recompute as recompute_module
 from outgrow.runtime.dice import Dice
+from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recipes import Recipe
 from steps import RecomputeAll, digest
 
@@ -106,6 +108,38 @@ def test_a_recipe_that_gives_other_bits_is_never_used(monkeypatch: pytest.Monkey
     summary = assert_same_as_plain(straight)
     assert spoilt > 0
     assert summary.recomputed_bytes == 0
+
+
+def test_a_recipe_that_never_has_room_is_given_up_and_its_plan_is_timed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = 0
+    proved: list[bool] = []
+
+    def find_no_room(recipe: Recipe, *rest: Any) -> torch.UntypedStorage:
+        nonlocal tries
+        tries += 1
+        raise outgrow.BudgetTooSmall(1, 2, {})
+
+    monkeypatch.setattr(recompute_module, "replay", find_no_room)
+    plain, ours = network(), network()
+    train(plain, straight, None)
+    train(plain, straight, None)
+    with opened(ours) as session:
+        compare = session._planner.compare
+
+        def compare_and_tell(kind: StepKind, outcome: StepOutcome, *rest: Any) -> bool:
+            proved.append(outcome.proved)
+            return compare(kind, outcome, *rest)
+
+        monkeypatch.setattr(session._planner, "compare", compare_and_tell)
+        train(ours, straight, session)
+        train(ours, straight, session)
+        assert session.plan is not None
+        assert tries == 3 * len(session.plan.recomputes) > 0
+    assert digest([ours]) == digest([plain])
+    assert proved
+    assert not any(proved)
 
 
 class Mixed(nn.Module):

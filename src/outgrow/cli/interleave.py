@@ -239,6 +239,7 @@ def interleave(
     *,
     on_step: Callable[[Setup], None] = lambda setup: None,
     in_doubt: Callable[[Mapping[str, Sequence[Row]]], bool] = lambda rows: False,
+    doubt_rounds: int = 0,
     limit_seconds: float | None = None,
 ) -> dict[str, Run]:
     """Train all set-ups, so many rounds after their warm-up, in each of which every one takes some steps in turn.
@@ -250,8 +251,9 @@ def interleave(
         rounds: how often all take turns.
         steps: measured steps of each turn, of all alike or by the set-ups' names.
         on_step: called after each step, those of the warm-up too.
-        in_doubt: given the measured steps of each after the last round, says whether so many rounds again are wanted;
+        in_doubt: given the measured steps of each after the last round, says whether `doubt_rounds` more are wanted;
             it is asked once, and all rounds count alike.
+        doubt_rounds: how many those are.
         limit_seconds: the most that one step, or building a model, may take.
     """
     rows: dict[str, list[Row]] = {setup.name: [] for setup in setups}
@@ -279,7 +281,7 @@ def interleave(
                 failures[worker.setup.name] = error.failure
         for worker in workers:
             turn(worker, worker.setup.warmup)
-        for number in range(2 * rounds):
+        for number in range(rounds + doubt_rounds):
             if number == rounds and not in_doubt(rows):
                 break
             # Every other round goes backwards, so that nobody always runs after the same neighbour.

@@ -6,6 +6,7 @@ The executor shows it each op and each saved tensor; the pool asks it for values
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from outgrow.tracing.ops import OpFacts
 
 # So many bytes at a time are compared on a GPU, which takes as many.
 _COMPARED_BYTES = 16 << 20
+# A recipe that found no room beside its true value so often is not tried again: it would find none in steps alike.
+_MOST_TRIES = 3
 
 
 @dataclass
@@ -32,13 +35,15 @@ class Verdicts:
     """What became of a plan's recipes: values whose recipes gave the very same bits, and those whose did not.
 
     A value is named by the number of the first saved tensor that has it, which means the same in all traces of one
-    kind of step. `gradients` says of gradients that are made anew, by the number of the op that makes them, whether
-    they were the same.
+    kind of step. `cramped` counts how often there was no room to try its recipe; in the end it is one of the bad.
+    `gradients` says of gradients that are made anew, by the number of the op that makes them, whether they were the
+    same.
     """
 
     good: set[int] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
     gradients: dict[int, bool] = field(default_factory=dict)
+    cramped: Counter[int] = field(default_factory=Counter)
 
 
 class Recomputer:
@@ -48,7 +53,7 @@ class Recomputer:
         seconds: time spent on making values anew in this step.
         spans: the same as marks on the device, where it has a clock of its own.
         nbytes: bytes of the values that were made anew in this step.
-        proofs: recipes that were tried beside the true values in this step.
+        proofs: recipes that were tried beside the true values in this step, as far as there was room.
     """
 
     def __init__(
@@ -168,12 +173,15 @@ class Recomputer:
         """The true value is still there: make it anew and compare, once for each kind of step."""
         true = entry.storage
         assert true is not None
-        self.proofs += 1
         try:
             with self._pool.sources_of(entry, recipe):
                 made = self._replay(recipe)
-        except OutgrowError:  # no room to try: try again in the next step
+        except OutgrowError:  # no room to try
+            self._verdicts.cramped[first_save] += 1
+            if self._verdicts.cramped[first_save] == _MOST_TRIES:
+                self._verdicts.bad.add(first_save)
             return False
+        self.proofs += 1
         same = made.nbytes() == true.nbytes() and _same_bytes(_bytes_of(made), _bytes_of(true))
         (self._verdicts.good if same else self._verdicts.bad).add(first_save)
         return same
