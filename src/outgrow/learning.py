@@ -72,6 +72,7 @@ class StepKind:
         if not _alike(self.plan.problem.trace, plan.problem.trace):
             self.verdicts = Verdicts()
         self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
+        self.verdicts.cramped.clear()  # another plan has room elsewhere
         self.plan, self.steady = plan, steady
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.recent.clear()
@@ -147,6 +148,7 @@ class Planner:
             kind.tolerance *= 2
             return False
         kind.plan = other
+        kind.verdicts.cramped.clear()
         times = (format_seconds(seconds), format_seconds(prediction.step_seconds))
         _LOG.info("re-planned, as steps take %s and were predicted at %s: %s", *times, in_a_line(other))
         return True

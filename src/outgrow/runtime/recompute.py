@@ -26,7 +26,7 @@ from outgrow.tracing.ops import OpFacts
 
 # So many bytes at a time are compared on a GPU, which takes as many.
 _COMPARED_BYTES = 16 << 20
-# A recipe that found no room beside its true value so often is not tried again: it would find none in steps alike.
+# A recipe that found no room beside its true value so often is not tried again under the same plan.
 _MOST_TRIES = 3
 
 
@@ -35,9 +35,8 @@ class Verdicts:
     """What became of a plan's recipes: values whose recipes gave the very same bits, and those whose did not.
 
     A value is named by the number of the first saved tensor that has it, which means the same in all traces of one
-    kind of step. `cramped` counts how often there was no room to try its recipe; in the end it is one of the bad.
-    `gradients` says of gradients that are made anew, by the number of the op that makes them, whether they were the
-    same.
+    kind of step. `cramped` counts how often there was no room to try its recipe under the plan of now. `gradients`
+    says of gradients that are made anew, by the number of the op that makes them, whether they were the same.
     """
 
     good: set[int] = field(default_factory=set)
@@ -158,7 +157,9 @@ class Recomputer:
         if contents is None or self._entry_at.get(contents) is not entry:  # written to since it was saved
             return
         first_save = self._first_save[value]
-        if first_save in self._verdicts.bad or self._pool.has_safe_copy(entry):
+        if first_save in self._verdicts.bad or self._verdicts.cramped[first_save] >= _MOST_TRIES:
+            return
+        if self._pool.has_safe_copy(entry):
             return
         recipe = self._cookbook.compile(contents, self._entry_at.get)
         if recipe is None or not recipe.states_are_as_they_were():  # a parameter was written to since
@@ -178,8 +179,6 @@ class Recomputer:
                 made = self._replay(recipe)
         except OutgrowError:  # no room to try
             self._verdicts.cramped[first_save] += 1
-            if self._verdicts.cramped[first_save] == _MOST_TRIES:
-                self._verdicts.bad.add(first_save)
             return False
         self.proofs += 1
         same = made.nbytes() == true.nbytes() and _same_bytes(_bytes_of(made), _bytes_of(true))
