@@ -81,7 +81,9 @@ def test_a_machine_that_became_slower_is_believed_without_recording(trace: outgr
 def test_a_small_error_changes_times_and_nothing_else(trace: outgrow.Trace) -> None:
     kind, budget = kind_of(trace)
     before = kind.plan
+    kind.verdicts.cramped[4] = 3
     assert measure(kind, budget, 3, pace=1.07) == [False] * 3
+    assert kind.verdicts.cramped == {4: 3}
     assert kind.plan.simulate().step_seconds == pytest.approx(1.07 * before.simulate().step_seconds, rel=0.02)
     assert moves(kind.plan) == moves(before)
     assert kind.searches == 0
@@ -101,8 +103,12 @@ def test_where_the_disk_became_slow_another_plan_is_taken(trace: outgrow.Trace) 
     kind, budget = kind_of(trace)
     before = kind.plan
     assert before.offloads
+    kind.verdicts.good.add(3)
+    kind.verdicts.cramped[4] = 3
     changed = measure(kind, budget, 3, pace=1.5, hardware=NO_LINK)
     assert changed == [False, False, True]
+    assert kind.verdicts.good == {3}
+    assert not kind.verdicts.cramped  # under another plan there may be room
     assert len(kind.plan.offloads) < len(before.offloads)
 
 
@@ -134,6 +140,7 @@ def test_a_peak_that_was_not_foreseen_is_recorded_four_times_at_most(trace: outg
 def test_proofs_last_while_the_forward_pass_is_the_same(trace: outgrow.Trace) -> None:
     kind, _ = kind_of(trace)
     kind.verdicts.good.add(3)
+    kind.verdicts.cramped[4] = 3
 
     def learn(recorded: outgrow.Trace) -> None:
         plan = replace(kind.plan, problem=replace(kind.plan.problem, trace=recorded))
@@ -141,6 +148,7 @@ def test_proofs_last_while_the_forward_pass_is_the_same(trace: outgrow.Trace) ->
 
     learn(trace.with_ops([replace(op, seconds=1.0) for op in trace.ops]))
     assert kind.verdicts.good == {3}
+    assert not kind.verdicts.cramped
     first = next(number for number, op in enumerate(trace.ops) if op.phase is Phase.FORWARD)
     learn(trace.with_ops([replace(op, name="aten.other") if n == first else op for n, op in enumerate(trace.ops)]))
     assert not kind.verdicts.good
