@@ -119,6 +119,9 @@ class FakeStreams:
             else:
                 self._queues[stream].append(Work(self._act(stream), None, event))
 
+    def linger(self) -> None:
+        self._act(Stream.COMPUTE)
+
     def to_host(self, stream: Stream, host: int, device: int, nbytes: int) -> None:
         self._copy(stream, host, device, nbytes, "a copy out")
 
@@ -246,6 +249,9 @@ class FakeDevice:
 
     def relieve(self) -> None:
         pass
+
+    def stretch(self, nbytes: int) -> bool:
+        return False
 
     def close(self) -> None:
         assert not self._blocks, "some device memory was never freed"

@@ -171,6 +171,8 @@ def plain_of(runs: dict[tuple[str, int, int], Outcome], name: str, size: int, ba
         again = train_plain(lambda: Training(*key), steps=3)
         if again.losses != runs[key].losses[:3]:
             pytest.skip(f"plain PyTorch trains {name} differently each time")
+        # cuDNN tries algorithms that want much memory before the first step, and then takes others.
+        runs[key].peak_bytes = again.peak_bytes
     return runs[key]
 
 
@@ -234,6 +236,24 @@ def test_what_does_not_fit_into_pinned_memory_goes_by_way_of_the_disk(
     assert ours.losses == plain.losses[:6]
     assert ours.offloaded_bytes > 96 << 20
     assert ours.peak_bytes <= budget
+
+
+def test_most_ops_of_a_step_run_past_the_mode() -> None:
+    training = Training("gpt-12x384", 256, 8)
+    plain = train_plain(lambda: Training("gpt-12x384", 256, 8), 6)
+    fresh()
+    losses = []
+    budget = int(plain.peak_bytes * 0.8)
+    with outgrow.Session(training.model, training.optimizer, budget=budget, **PLACE) as session:
+        torch.manual_seed(1)
+        for k in range(6):
+            with session.step():
+                losses.append(float(training.step(k)))
+        plan, fast_path = session.plan, session._pool.fast_path
+        assert plan is not None
+        assert fast_path.passed > 0.5 * len(plan.problem.trace.ops)
+    assert losses == plain.losses
+    assert torch.cuda.max_memory_allocated() <= budget
 
 
 def test_dropout_draws_the_same_numbers() -> None:

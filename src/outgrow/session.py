@@ -195,7 +195,9 @@ class Session:
         self._steps = 0  # those that ended without an error
         self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
         self._in_step = False
+        self._begun: Plan | None = None  # what the step that is open goes by
         self._history: deque[Summary] = deque(maxlen=_MOST_SUMMARIES)
+        self._untimed: tuple[StepKind | None, Plan | None, StepOutcome, bool] | None = None
         self._oom_retries = self._replans = 0
         self._planned_budget = self.budget_bytes  # less where the allocator refused what the budget allows
         self._wary = False  # memory ran out in a step that was not watched
@@ -215,6 +217,7 @@ class Session:
         Raises:
             SessionError: no step was finished yet.
         """
+        self._read_clock()
         if not self._history:
             raise SessionError("no step was finished yet: run one inside `with session.step():`")
         return self._history[-1]
@@ -222,6 +225,7 @@ class Session:
     @property
     def history(self) -> tuple[Summary, ...]:
         """The figures of the last steps, at most 1000, the oldest first."""
+        self._read_clock()
         return tuple(self._history)
 
     def report(self, path: str | Path, *, title: str | None = None) -> None:
@@ -279,6 +283,7 @@ class Session:
         self._closed = True
         Session._open.discard(self)
         try:
+            self._read_clock()
             self._pool.close()
         finally:
             self._memory.close()
@@ -329,10 +334,12 @@ class Session:
                 undo.enter_context(self._modules)
                 self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
             self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch)
+            self._begun = plan
             undo.pop_all()  # all is well: `_end` takes the hooks off
         self._in_step = True
 
     def _end(self, error: BaseException | None) -> None:
+        self._read_clock()
         recorder, self._recorder = self._recorder, None
         try:
             outcome = self._executor.end()
@@ -358,8 +365,7 @@ class Session:
         if outcome.failure is not None:
             raise outcome.failure
         followed = self._expected
-        # What is learned below may change the plan.
-        plan = followed.plan if followed is not None and outcome.followed else None
+        plan = self._begun if outcome.followed else None
         self._steps += 1
         self._recordings_left = max(0, self._recordings_left - 1)
         is_known_well = outcome.followed and followed is not None and followed.steady
@@ -371,15 +377,30 @@ class Session:
             self._expected = self._known(outcome.packs) or followed
             if self._expected is followed:
                 self._watch_out()
-        elif followed is not None:
-            with self._where_memory_allows():
-                hardware = self._measured_hardware()
-                self._replans += self._planner.compare(followed, outcome, hardware, self._planned_budget)
         if self._expected is not None:
             (self._known(outcome.packs) or self._expected).seen += 1
         if followed is not None and self._expected is not None and followed.seen > self._expected.seen:
             self._expected = followed  # a smaller last batch: what comes most is what comes next
-        self._summarise(followed, plan, outcome)
+        # What was recorded is planned for by now.
+        self._untimed = (followed, plan, outcome, recorder is None or is_known_well)
+        if outcome.times is None:
+            self._read_clock()
+
+    def _read_clock(self) -> None:
+        """Judge the last step by its times; a device that runs beside the host may still be at it, and is waited for.
+
+        While the host prepares a step, the device does the one before: asking at once how long that took would have
+        it wait for the host each time.
+        """
+        if self._untimed is None:
+            return
+        (kind, plan, outcome, may_adapt), self._untimed = self._untimed, None
+        outcome = outcome.timed()
+        if may_adapt and plan is not None and kind is not None and kind.plan is plan:
+            with self._where_memory_allows():
+                hardware = self._measured_hardware()
+                self._replans += self._planner.compare(kind, outcome, hardware, self._planned_budget)
+        self._summarise(kind, plan, outcome)
 
     # --- learning ---
 

@@ -54,7 +54,9 @@ def open_backend(
     streams = CudaStreams(device)
     copies = CudaCopies(streams, spill, places.bounces)
     try:
-        return Backend(CudaMemory(device, budget_bytes, ledger), places, copies, DeviceClock(streams, copies.waits))
+        fast_path = FastPath(ledger, budget_bytes, None, device)
+        memory = CudaMemory(device, budget_bytes, ledger)
+        return Backend(memory, places, copies, DeviceClock(streams, copies.waits), fast_path)
     except BaseException:
         copies.close()
         places.close()

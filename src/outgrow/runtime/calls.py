@@ -48,6 +48,10 @@ class Calls:
         """How often in this step a library was refused memory, told nobody and did something else."""
         return max(0, self._refusals + self._memory.refusals() - self._pool.faults)
 
+    def wants_gate(self, facts: OpFacts) -> bool:
+        """Whether an op may give other bits where it is refused a workspace."""
+        return self._memory.is_counted and any(name in facts.name for name in _FALLS_BACK)
+
     def call(
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], need: Need
     ) -> tuple[Any, int | None]:
@@ -58,7 +62,7 @@ class Calls:
         call: _RunOp = _run_here if need.measured else self._measured_call
         if self._memory.is_counted and self._convolutions.searched(facts):
             call = partial(self._call_searching, need, call)
-        elif self._memory.is_counted and (not need.measured or any(name in facts.name for name in _FALLS_BACK)):
+        elif (self._memory.is_counted and not need.measured) or self.wants_gate(facts):
             call = partial(self._call_in_gate, need.likely_bytes, call)
         # What it drew before memory ran out it must draw again.
         dice = Dice.before(args, kwargs) if facts.draws else None

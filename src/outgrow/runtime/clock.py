@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from outgrow.runtime.copies.cuda import Waits
 from outgrow.runtime.copies.streams import Event, Stream, Streams
@@ -24,9 +25,22 @@ class DeviceClock:
         """A mark after all that the program asked the device to compute so far."""
         return self._streams.record(Stream.COMPUTE)
 
+    def mark_alone(self) -> Event:
+        """A mark before an op that is to be timed: what comes between this and the next takes its own time alone.
+
+        A device that waits for the host would be timed at waiting. So it lingers before the mark, and finds the op
+        there when it gets on.
+        """
+        before = self.mark()
+        self._streams.linger()
+        mark = self.mark()
+        self._lingers.append((before, mark))
+        return mark
+
     def begin(self) -> None:
         """A step begins. It computes on the stream that is current now."""
         self._stream = self._streams.current()
+        self._lingers: list[Span] = []
         self._began = self.mark()
 
     def strays(self) -> bool:
@@ -36,17 +50,34 @@ class DeviceClock:
         """
         return self._streams.current() != self._stream
 
-    def end(self) -> float:
-        """The step is over: wait for the device, once, and give the step's time in seconds."""
+    def end(self, recomputes: Sequence[Span]) -> StepTimes:
+        """The step is over as far as the host goes; `recomputes` are the spans in which values were made anew."""
         assert self._began is not None
-        last = self.mark()
-        last.synchronize()
-        return self._streams.seconds_between(self._began, last)
-
-    def stall_seconds(self) -> float:
-        """Time for which the computation stood still in the step that is over, in seconds."""
-        return self._waits.take_seconds()
+        return StepTimes(self._streams, (self._began, self.mark()), self._lingers, self._waits.take(), recomputes)
 
     def seconds(self, spans: Sequence[Span | None]) -> list[float]:
-        """The times between pairs of marks of the step that is over; 0.0 where there is no pair."""
+        """The times between pairs of marks of a step that is over; 0.0 where there is no pair."""
         return [0.0 if span is None else self._streams.seconds_between(*span) for span in spans]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The marks of a step that the device may still be at."""
+
+    _streams: Streams
+    _whole: Span
+    _lingers: Sequence[Span]
+    _waits: Sequence[Span]
+    _recomputes: Sequence[Span]
+
+    def read(self) -> tuple[float, float, float]:
+        """The step's time without lingering, what it stood still, and what it made values anew for, in seconds.
+
+        Waits for the device.
+        """
+        self._whole[1].synchronize()
+        whole, lingered = self._streams.seconds_between(*self._whole), self._sum(self._lingers)
+        return whole - lingered, self._sum(self._waits), self._sum(self._recomputes)
+
+    def _sum(self, spans: Sequence[Span]) -> float:
+        return sum(self._streams.seconds_between(*span) for span in spans)

@@ -177,11 +177,11 @@ class Executor:
             seconds = time.perf_counter() - self._started
             stall_seconds = self._pool.stall_seconds
             recompute_seconds = self._recomputer.seconds + self._parking.remake_seconds
-            if self._clock is not None:
-                seconds, stall_seconds = self._clock.end(), self._clock.stall_seconds()
-                recompute_seconds = sum(self._clock.seconds(self._recomputer.spans))
-                if self._recorder is not None:
-                    self._recorder.set_times(self._clock.seconds(self._op_spans))
+            times = None if self._clock is None else self._clock.end(self._recomputer.spans)
+            if self._clock is not None and times is not None and self._recorder is not None:
+                seconds, stall_seconds, recompute_seconds = times.read()
+                self._recorder.set_times(self._clock.seconds(self._op_spans))
+                times = None
         except BaseException:
             self._close_stack()
             self._reset(None)
@@ -210,6 +210,7 @@ class Executor:
             packs=tuple(self._packs),
             failure=self._parking.failure,
             unseen_bytes=self._unseen,
+            times=times,
         )
         self._reset(None)
         return outcome
@@ -480,7 +481,7 @@ class Executor:
                 self._pool.written(record)
         before = ledger.live_bytes
         clock = self._clock if recorder is not None and not facts.is_view else None
-        began = None if clock is None else clock.mark()
+        began = None if clock is None else clock.mark_alone()
         if recorder is not None:
             started = time.perf_counter()
         if reuses:
@@ -509,6 +510,7 @@ class Executor:
             fast.learns
             and need.measured
             and not (is_free or facts.draws or facts.over_lists or parking.looks_out_for(number))
+            and not self._calls.wants_gate(facts)
         ):
             if not facts.writes:
                 fast.needs_no_care(number, rise)

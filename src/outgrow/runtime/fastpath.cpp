@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
@@ -61,6 +62,7 @@ struct State {
   int64_t budget;          // bytes
   int64_t peak;            // the highest live bytes at any op that passed
   int64_t passed;          // ops that did
+  int64_t device;          // the number of the GPU that is trained on; -1 for the CPU
   int64_t limit;           // what the resident set may be, in bytes
   int64_t statm, page;     // the open /proc/self/statm, and bytes of a page there
   const int64_t* needs;    // of each op what it adds, in bytes; -1 if it needs care; -2 - bytes if it writes
@@ -72,6 +74,10 @@ struct State {
 };
 
 thread_local State* state = nullptr;  // of the step that runs on this thread
+
+// Of the step on a GPU, whose backward pass runs on a thread of autograd's own. The key is on there too, as it was where
+// the pass was asked for.
+std::atomic<State*> state_of_gpu{nullptr};
 
 // Storages that saved values lie in: a write to those is never let pass, as copies of them must be told. With how many
 // say so, since one may have come to lie where another lay.
@@ -85,14 +91,27 @@ uint64_t mix(uint64_t hash, uint64_t word) {
   return hash ^ (hash >> 29);
 }
 
-// Whether a tensor is a window on ordinary memory of the CPU; if it is, its look is added.
+constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+
+c10::CachingDeviceAllocator::DeviceStats stats_of(int64_t device) {
+  return c10::getDeviceAllocator(c10::kCUDA)->getDeviceStats(static_cast<c10::DeviceIndex>(device));
+}
+
+// Bytes that PyTorch's allocator has given out on a GPU.
+int64_t allocated_bytes(int64_t device) { return stats_of(device).allocated_bytes[kAll].current; }
+
+int64_t live_bytes(const State& now) {
+  return now.device < 0 ? *now.booked + now.count->bytes : allocated_bytes(now.device);
+}
+
+// Whether a tensor is a window on ordinary memory of a device; if it is, its look is added.
 bool add_look(uint64_t& hash, const at::Tensor& tensor) {
   if (!tensor.defined()) {
     hash = mix(hash, 1);
     return true;
   }
   const c10::DispatchKeySet keys = tensor.key_set();
-  if (!tensor.device().is_cpu() || tensor.layout() != c10::kStrided || keys.has(c10::DispatchKey::Python) ||
+  if (!(tensor.is_cpu() || tensor.is_cuda()) || tensor.layout() != c10::kStrided || keys.has(c10::DispatchKey::Python) ||
       tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || tensor.is_nested())
     return false;
   hash = mix(hash, keys.raw_repr());
@@ -146,20 +165,22 @@ bool heap_has_room() {
 // As faults.py says it of errors in Python.
 bool is_out_of_memory(const std::string& words) {
   for (const char* const text :
-       {"can't allocate memory", "std::bad_alloc", "could not create a primitive", "could not create a memory",
+       {"out of memory", "can't allocate memory", "std::bad_alloc", "could not create a primitive", "could not create a memory",
         "could not create an engine", "could not execute a primitive", "can't start new thread"})
     if (words.find(text) != std::string::npos) return true;
   return false;
 }
 
-// A dispatch mode is off, and new blocks are counted, while this lives.
+// A dispatch mode is off, and new blocks on the CPU are counted, while this lives.
 class Passing {
  public:
   explicit Passing(State& now) : now_(now), modes_off_(kModes) {
+    if (now_.count == nullptr) return;
     now_.count->most = now_.count->bytes + *now_.booked;
     now_.count_in(now_.count);
   }
   ~Passing() {
+    if (now_.count == nullptr) return;
     now_.count_in(nullptr);
     now_.peak = std::max(now_.peak, now_.count->most.load());
   }
@@ -242,8 +263,13 @@ bool all_there(const torch::jit::Stack& stack, size_t count) {
 }
 
 bool fits(State& now, const Expected& next) {
-  const int64_t risen = *now.booked + now.count->bytes + next.rise;
-  if (risen > now.budget || !heap_has_room()) return false;
+  const int64_t risen = live_bytes(now) + next.rise;
+  if (risen > now.budget) return false;
+  if (now.device >= 0) {  // its own allocator keeps it under the wall, and the host's heap has no bounds
+    now.peak = std::max(now.peak, risen);
+    return true;
+  }
+  if (!heap_has_room()) return false;
   // What adds nothing need not wait for memory that is free by now to be let go.
   if (now.bell && risen > now.level && next.rise >= kLittle) return false;
   if (next.rise >= kLargeRise) now.keep_under(now.limit, now.statm, now.page, 0);
@@ -252,7 +278,7 @@ bool fits(State& now, const Expected& next) {
 
 void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::Stack* stack) {
   const c10::DispatchKeySet keys = all & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  State* const now = state;
+  State* const now = state != nullptr ? state : state_of_gpu.load();
   // The modes' key is not there where the mode itself calls an op, nor inside an op.
   if (now == nullptr || !(now->learns || now->passes) || !all.has(c10::DispatchKey::Python) ||
       now->number >= now->length || c10::impl::TorchDispatchModeTLS::stack_len() != now->modes) {
@@ -289,11 +315,25 @@ void outgrow_fastpath_install() {
   library->fallback(torch::CppFunction::makeFromBoxedFunction<&watch>());
 }
 
-// A step begins on this thread, or ends (null).
-void outgrow_fastpath_enter(State* now) {
-  state = now;
-  c10::impl::tls_set_dispatch_key_included(kKey, now != nullptr);
+// A step begins on this thread. 0 if none of its ops can pass: another step on a GPU is under way.
+int outgrow_fastpath_enter(State* now) {
+  State* nobody = nullptr;
+  if (now->device >= 0 && !state_of_gpu.compare_exchange_strong(nobody, now)) return 0;
+  if (now->device < 0) state = now;
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
+  return 1;
 }
+
+// The step that began on this thread ends.
+void outgrow_fastpath_leave(State* now) {
+  if (now->device >= 0) state_of_gpu.store(nullptr);
+  state = nullptr;
+  c10::impl::tls_set_dispatch_key_included(kKey, false);
+}
+
+// Bytes that PyTorch's allocator has given out on a GPU, and that it holds for that.
+int64_t outgrow_fastpath_allocated(int device) { return allocated_bytes(device); }
+int64_t outgrow_fastpath_reserved(int device) { return stats_of(device).reserved_bytes[kAll].current; }
 
 // A saved value lies in this storage from now on, or no longer.
 void outgrow_fastpath_saved(const void* storage, int is_there) {

@@ -21,6 +21,7 @@ import torch
 from outgrow.planning.plan import Plan
 from outgrow.runtime.native import built
 from outgrow.runtime.tiers.arena import ArenaCount
+from outgrow.runtime.tiers.cuda import AllocatorCount
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.tracing.ledger import Ledger, StorageRecord
 
@@ -64,6 +65,7 @@ class _State(ctypes.Structure):
         ("budget", ctypes.c_int64),
         ("peak", ctypes.c_int64),
         ("passed", ctypes.c_int64),
+        ("device", ctypes.c_int64),
         ("limit", ctypes.c_int64),
         ("statm", ctypes.c_int64),
         ("page", ctypes.c_int64),
@@ -87,25 +89,32 @@ class _Lesson:
 
 
 class FastPath:
-    """The way past the mode in the steps of a session; there is none without a compiler or beside a CPU.
+    """The way past the mode in the steps of a session; there is none without a compiler.
 
     Attributes:
         learns: what needs no care in this step is taken down: `needs_no_care` wants to be told.
     """
 
-    def __init__(self, ledger: Ledger, budget_bytes: int, ram: Ram | None) -> None:
-        """`ram` is the memory of a CPU."""
-        self._state = _State(budget=budget_bytes)
+    def __init__(self, ledger: Ledger, budget_bytes: int, ram: Ram | None, gpu: torch.device | None = None) -> None:
+        """`ram` is the memory of a CPU; with neither that nor a `gpu` no op passes."""
+        self._state = _State(budget=budget_bytes, device=-1)
         self._ram = ram
+        self._gpu = gpu
         self._ledger = ledger
         self._lessons: deque[_Lesson] = deque(maxlen=_MOST_LESSONS)
         self._lesson: _Lesson | None = None
-        self._count: ArenaCount | None = None
+        self._count: ArenaCount | AllocatorCount | None = None
         self.learns = False
         arena = None if ram is None else ram.arena
-        self._library = None if arena is None else _library()
-        if ram is None or arena is None or self._library is None:
+        self._library = None if arena is None and gpu is None else _library()
+        if self._library is None:
             return
+        if gpu is not None:
+            self._state.device = gpu.index or 0
+            self._count = ledger.count = AllocatorCount(self._library, self._state.device, ledger.booked)
+            return
+        assert ram is not None
+        assert arena is not None
         self._state.booked = ctypes.addressof(ledger.booked)
         self._count = ledger.count = arena.new_count(self._state.booked)
         self._state.count = self._count.address
@@ -125,8 +134,7 @@ class FastPath:
         state.learns = state.passes = 0
         self._lesson = None
         self.learns = False
-        # Where memory ran out once, an op may find none at any time, and the mode can do more about it.
-        if self._library is None or plan is None or modes != 1 or self._ram is None or self._ram.arena is None:
+        if self._library is None or plan is None or modes != 1 or not self._has_memory:
             return
         lesson = next((known for known in self._lessons if _moves_alike(known.plan, plan)), None)
         if lesson is None:
@@ -140,14 +148,15 @@ class FastPath:
         # Where state leaves, a copy that failed should show at once.
         state.level = 0 if plan.parks else plan.prediction.peak_bytes
         state.bell, state.learns, state.passes = 0, self.learns, lesson.is_over
-        self._library.outgrow_fastpath_enter(ctypes.byref(state))
+        if not self._library.outgrow_fastpath_enter(ctypes.byref(state)):
+            self._lesson, self.learns = None, False
 
     def end(self, *, followed: bool) -> None:
         """The step ends, having gone by its plan or not."""
         if self._lesson is None:
             return
         assert self._library is not None
-        self._library.outgrow_fastpath_enter(None)
+        self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
         if self.learns and followed:
             self._lesson.is_over = True
         elif self.learns:
@@ -159,6 +168,14 @@ class FastPath:
         """From here on each op of this step needs care."""
         self._state.learns = self._state.passes = 0
         self.learns = False
+
+    @property
+    def _has_memory(self) -> bool:
+        """Whether ops may pass for all that is known of the device's memory.
+
+        Where that of a CPU ran out once, an op may find none at any time, and the mode can do more about it.
+        """
+        return self._gpu is not None or (self._ram is not None and self._ram.arena is not None)
 
     # --- the ops ---
 
@@ -254,7 +271,11 @@ def _library() -> ctypes.CDLL | None:
         _LOG.info("no fast path, every op goes through Python: %s", error)
         return None
     library.outgrow_fastpath_enter.argtypes = (ctypes.c_void_p,)
-    library.outgrow_fastpath_enter.restype = None
+    library.outgrow_fastpath_leave.argtypes = (ctypes.c_void_p,)
+    library.outgrow_fastpath_leave.restype = None
+    for function in (library.outgrow_fastpath_allocated, library.outgrow_fastpath_reserved):
+        function.argtypes = (ctypes.c_int,)
+        function.restype = ctypes.c_int64
     library.outgrow_fastpath_saved.argtypes = (ctypes.c_void_p, ctypes.c_int)
     library.outgrow_fastpath_saved.restype = None
     library.outgrow_fastpath_parked.argtypes = (ctypes.c_void_p, ctypes.c_int)

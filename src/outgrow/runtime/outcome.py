@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from outgrow.runtime.clock import StepTimes
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class StepOutcome:
     ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside the true values,
     which takes time and memory that later steps will not take. `failure` is why a parked value could not come back.
     `kept_bytes` are of saved values that stayed. `unseen_bytes` is the most that an allocator had given out beyond
-    what the ledger sees.
+    what the ledger sees. `times` are there where the device may still be at the step: its three times are not known
+    before `timed` has waited for it.
     """
 
     peak_bytes: int
@@ -34,3 +37,11 @@ class StepOutcome:
     packs: tuple[int, ...]
     failure: Exception | None = None
     unseen_bytes: int = 0
+    times: StepTimes | None = None
+
+    def timed(self) -> StepOutcome:
+        """The same with its times."""
+        if self.times is None:
+            return self
+        seconds, stall, recompute = self.times.read()
+        return replace(self, seconds=seconds, stall_seconds=stall, recompute_seconds=recompute, times=None)

@@ -464,7 +464,7 @@ class Pool:
                     self.page_fault(error, nbytes, "a saved value on its way back")
 
     def page_fault(self, error: BaseException, nbytes: int, what: str) -> None:
-        """The allocator refused memory to `what`: send something away, so that it can ask again.
+        """The allocator refused `nbytes` to `what`: send something away, so that it can ask again.
 
         Raises:
             DeviceOutOfMemory: nothing is left that could leave.
@@ -474,6 +474,8 @@ class Pool:
         self._memory.relieve()
         before = self._ledger.live_bytes
         evicted = self.evict(max(nbytes, before // _FAULT_SHARE))
+        if not evicted and self._memory.stretch(nbytes):
+            return
         if not evicted:
             raise DeviceOutOfMemory(
                 f"{what} found no memory and nothing is left to evict: {self.holdings()}."

@@ -52,13 +52,10 @@ class Waits:
         self._streams.wait(Stream.COMPUTE, event)
         self._spans.append((before, self._streams.record(Stream.COMPUTE)))
 
-    def take_seconds(self) -> float:
-        """Time that the compute stream stood still since this was asked last, in seconds.
-
-        All of it must be finished.
-        """
+    def take(self) -> list[tuple[Event, Event]]:
+        """The pairs of marks between which the compute stream stood still since this was asked last."""
         spans, self._spans = self._spans, []
-        return sum(self._streams.seconds_between(start, end) for start, end in spans)
+        return spans
 
 
 class _Order:

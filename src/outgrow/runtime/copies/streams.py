@@ -10,6 +10,9 @@ from typing import Protocol
 
 import torch
 
+# Some 300 microseconds: longer than an op that is recorded keeps the host.
+_LINGER_CYCLES = 1 << 19
+
 
 class Stream(Enum):
     """Whom work is asked of. Each does what it was asked for in order; across streams only events order anything."""
@@ -41,6 +44,9 @@ class Streams(Protocol):
     def wait(self, stream: Stream, event: Event) -> None:
         """What `stream` is asked for from now on begins after the mark."""
 
+    def linger(self) -> None:
+        """Have the compute stream do nothing for a moment, while the host goes on."""
+
     def to_host(self, stream: Stream, host: int, device: int, nbytes: int) -> None:
         """Copy `nbytes` from an address on the device to one in pinned memory."""
 
@@ -56,6 +62,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._index = device.index or 0
         self._lanes = {
             Stream.OUT: torch.cuda.Stream(device),
             Stream.BACK: torch.cuda.Stream(device),
@@ -63,7 +70,7 @@ class CudaStreams:
 
     def current(self) -> int:
         """See `Streams`."""
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
+        return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def record(self, stream: Stream) -> torch.cuda.Event:
         """See `Streams`. The event tells times."""
@@ -75,6 +82,10 @@ class CudaStreams:
         """See `Streams`."""
         assert isinstance(event, torch.cuda.Event)
         self._of(stream).wait_event(event)
+
+    def linger(self) -> None:
+        """See `Streams`."""
+        torch.cuda._sleep(_LINGER_CYCLES)
 
     def to_host(self, stream: Stream, host: int, device: int, nbytes: int) -> None:
         """See `Streams`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,15 +13,49 @@ from outgrow.tracing.ledger import Ledger
 # This near to the budget the allocator is asked what it has really given out: blocks are rounded up, cuBLAS keeps
 # workspaces, and none of that is a storage that the ledger sees.
 _NEAR_SHARE = 8
+# The allocator takes memory from the device in pieces of 20 MiB (2.11 to 2.13: `large_segment_size`). Blocks in use
+# are kept under the budget; with the pieces' free ends, under this many times as much.
+_WALL_SHARE = 1.05
+# What an op's outputs and its workspace may need beyond their own bytes, each in pieces of its own.
+_PIECES_BYTES = 5 * (20 << 20)
+# What the ledger and the plan do not know of: each block is rounded up.
+_MARGIN_SHARE = 128
+
+
+class AllocatorCount:
+    """The bytes that PyTorch's allocator has given out on a GPU beyond those that a ledger knows of."""
+
+    def __init__(self, library: ctypes.CDLL, device_index: int, booked: ctypes.c_longlong) -> None:
+        self._allocated: Callable[[int], int] = library.outgrow_fastpath_allocated
+        self._reserved: Callable[[int], int] = library.outgrow_fastpath_reserved
+        self._index = device_index
+        self._booked = booked
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rounding, of libraries' workspaces, and of what was made past the mode."""
+        return self._allocated(self._index) - self._booked.value
+
+    @property
+    def in_all(self) -> tuple[int, int]:
+        """Bytes of all blocks in use, and of all that the allocator holds."""
+        return self._allocated(self._index), self._reserved(self._index)
+
+    def has(self, address: int) -> bool:
+        """False: what the ledger sees it counts itself."""
+        return False
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 class CudaMemory:
     """Keeps the caching allocator under a budget while a session is open.
 
-    The allocator is forbidden to hold more than the budget, so that blocks in use and free ones together stay under
-    it, whatever the ledger missed: it gives free blocks back before it refuses. Where blocks of many sizes come and
-    go that costs time at small budgets. With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` there are next to no
-    holes; it must be set before the first allocation, and is the user's to set.
+    Blocks in use stay under the budget, since room is made for each op before it runs. The allocator is forbidden to
+    hold much more than that, free blocks included: it gives those back before it refuses. Where blocks of many sizes
+    come and go that costs time at small budgets. With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` there are
+    next to no holes; it must be set before the first allocation, and is the user's to set.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int, ledger: Ledger) -> None:
@@ -29,12 +64,13 @@ class CudaMemory:
         self._ledger = ledger
         self._total = torch.cuda.mem_get_info(device)[1]
         self._usual_share = torch.cuda.get_per_process_memory_fraction(device)
-        self._share = min(budget_bytes / self._total, self._usual_share)
+        self._wall = int(min(budget_bytes * _WALL_SHARE, self._usual_share * self._total))
         self._refused = self._count_refusals()
         # Free blocks of the time before would count against the wall.
         torch.cuda.empty_cache()
-        self._stand(self._share)
-        self._settle()
+        self._stretched = False
+        self._stand(self._wall)
+        self.count(budget_bytes)
 
     @property
     def is_counted(self) -> bool:
@@ -43,16 +79,22 @@ class CudaMemory:
 
     def count(self, nbytes: int) -> None:
         """Have the ledger know what is really given out where `nbytes` more may not fit."""
-        if self._ledger.live_bytes + nbytes > self._budget - self._budget // _NEAR_SHARE:
-            self._settle()
+        count = self._ledger.count
+        if count is not None:  # it always does
+            self._ledger.unseen_bytes = count.nbytes
+        elif self._ledger.live_bytes + nbytes > self._budget - self._budget // _NEAR_SHARE:
+            self._ledger.settle(self._now()[0])
 
     @property
     def margin_bytes(self) -> int:
-        """0: what is beside tensors counts as live."""
-        return 0
+        """What blocks may take beyond the tensors in them."""
+        return self._budget // _MARGIN_SHARE
 
     def begin_step(self) -> None:
-        """Nothing to do."""
+        """The wall is where it should be."""
+        if self._stretched:
+            self._stretched = False
+            self._stand(self._wall)
 
     def make_room(self, nbytes: int) -> None:
         """Nothing to do: the allocator gives free blocks back to the device before it refuses memory."""
@@ -83,14 +125,27 @@ class CudaMemory:
         result would not be plain PyTorch's to the bit. So where holes might keep a workspace out that the budget has
         room for, holes may add to it for a moment.
         """
-        if self._current("reserved_bytes") + nbytes <= self._share * self._total:
+        allocated, reserved = self._now()
+        if reserved + nbytes + _PIECES_BYTES <= self._wall:
             yield
             return
-        self._stand(self._usual_share)
+        self._stand(reserved + max(nbytes, self._budget - allocated) + _PIECES_BYTES)
         try:
             yield
         finally:
-            self._stand(self._share)
+            self._stand(self._wall)
+
+    def stretch(self, nbytes: int) -> bool:
+        """Have the allocator pass the wall until the step is over, for `nbytes` that the budget has room for.
+
+        False if it has not, or if the wall is as far out already.
+        """
+        allocated, reserved = self._now()
+        if self._stretched or allocated + nbytes > self._budget:
+            return False
+        self._stretched = True
+        self._stand(reserved + nbytes + _PIECES_BYTES)
+        return True
 
     def refusals(self) -> int:
         """How often the allocator refused memory since this was asked last, to libraries that keep quiet too."""
@@ -106,18 +161,20 @@ class CudaMemory:
 
     def close(self) -> None:
         """Take the wall away."""
-        self._stand(self._usual_share)
+        torch.cuda.set_per_process_memory_fraction(self._usual_share, self._device)
 
-    def _settle(self) -> None:
-        """Set the ledger's live bytes to what the allocator has given out."""
-        self._ledger.settle(self._current("allocated_bytes"))
-
-    def _stand(self, share: float) -> None:
+    def _stand(self, wall_bytes: int) -> None:
+        """Put the wall somewhere, but never where the user's own would not be."""
+        share = min(wall_bytes / self._total, self._usual_share)
         torch.cuda.set_per_process_memory_fraction(share, self._device)
 
-    def _current(self, name: str) -> int:
+    def _now(self) -> tuple[int, int]:
+        """Bytes of blocks in use, and of all that the allocator holds."""
+        if isinstance(self._ledger.count, AllocatorCount):
+            return self._ledger.count.in_all
         # The nested form is the allocator's own; the flat one takes ten times as long.
-        return int(torch.cuda.memory_stats_as_nested_dict(self._device)[name]["all"]["current"])
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["allocated_bytes"]["all"]["current"]), int(stats["reserved_bytes"]["all"]["current"])
 
     def _count_refusals(self) -> int:
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["num_ooms"])

@@ -67,5 +67,11 @@ class DeviceMemory(Protocol):
     def relieve(self) -> None:
         """The allocator refused memory: give back all that it holds and nobody uses."""
 
+    def stretch(self, nbytes: int) -> bool:
+        """The allocator refused `nbytes`, and nothing is left that could leave: whether it may be asked again.
+
+        It may where the budget has room, and only the allocator's own ways of keeping memory stand between.
+        """
+
     def close(self) -> None:
         """Leave memory to PyTorch's usual ways."""
