@@ -1,8 +1,9 @@
 """One way to train on a GPU, in a process of its own: `cuda_acceptance.py` starts these and has them take turns.
 
-    python benchmarks/cuda_worker.py SPEC      # JSON; then a number of steps on each line of standard input
+    python benchmarks/cuda_worker.py SPEC      # JSON; then lines on standard input
 
-For each line it prints a line of JSON with what the steps took and left behind. The wall of a session is the whole
+A line is a number of steps, or "budget" and a number of bytes: from there on a session trains. For each line it prints
+a line of JSON, of steps with what they took and left behind. The wall of a session is the whole
 process's, so that plain training cannot run beside it in one process.
 """
 
@@ -13,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -21,9 +23,11 @@ from typing import Any
 
 import peers
 import torch
+from torch import nn
 
 import outgrow
 from outgrow.networks import find
+from outgrow.networks.vgg import VGG
 
 DEVICE = torch.device("cuda", 0)
 
@@ -32,9 +36,10 @@ DEVICE = torch.device("cuda", 0)
 class Spec:
     """What a worker trains, and how.
 
-    `peer` is a function of `peers.py`, or "save_on_cpu"; `budget` is one of bytes for a session. `deterministic` has
-    PyTorch use algorithms that give the same bits twice. In `channels_last` order cuDNN rearranges no images: in the
-    usual one that takes workspaces as large as its operands. `workspace` is the session's.
+    `peer` is a function of `peers.py`, "save_on_cpu", or "offload_all" (`Offload`). `budget` is one of bytes for a
+    session. `deterministic` has PyTorch use algorithms that give the same bits twice. In `channels_last` order cuDNN
+    rearranges no images: in the usual one that takes workspaces as large as its operands. `workspace` is one of a
+    session's.
     """
 
     network: str
@@ -47,10 +52,53 @@ class Spec:
     deterministic: bool = False
     channels_last: bool = False
     workspace: str | None = None
+    momentum: float = 0.9
 
     def to_json(self) -> str:
         """For the command line."""
         return json.dumps(asdict(self))
+
+
+class Offload:
+    """Sends every saved tensor to pinned memory on a side stream, and back when it is wanted.
+
+    As `OffloadActivations` of torchtune does it (`torchtune/training/_activation_offloading.py`, with its defaults:
+    two streams, tensors from 1,024 bytes, five in flight on the way out).
+    """
+
+    _LEAST_BYTES = 1024
+    _IN_FLIGHT = 5
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._leaving: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """The hooks of one step."""
+        self._leaving.clear()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.nbytes < self._LEAST_BYTES or isinstance(tensor, nn.Parameter) or not tensor.is_cuda:
+            return tensor
+        while len(self._leaving) >= self._IN_FLIGHT:
+            torch.cuda.current_stream().wait_event(self._leaving.popleft()[1])
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+            self._leaving.append((tensor, self._stream.record_event()))
+        return (copy,)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        self._leaving.clear()
+        with torch.cuda.stream(self._stream):
+            back: torch.Tensor = packed[0].to(DEVICE, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        back.record_stream(torch.cuda.current_stream())
+        return back
 
 
 class Job:
@@ -59,51 +107,66 @@ class Job:
     def __init__(self, spec: Spec) -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
         if spec.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False
         self.spec = spec
         self.network = find(spec.network)
         self.classes = self.network.classes
         torch.manual_seed(0)
         self.model = self.network.build(spec.size, self.classes).to(DEVICE)
+        if spec.deterministic and isinstance(self.model, VGG):
+            self.model.avgpool = nn.Identity()  # maps of 7 x 7 are pooled to 7 x 7, by additions in any order
         if spec.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if spec.peer and spec.peer != "save_on_cpu":
+        if spec.peer and spec.peer not in ("save_on_cpu", "offload_all"):
             getattr(peers, spec.peer)(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.offload = Offload()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=spec.momentum)
         self.session: outgrow.Session | None = None
-        if spec.budget is not None:
-            self.session = outgrow.Session(
-                self.model,
-                self.optimizer,
-                budget=spec.budget,
-                policy=spec.policy,
-                host_budget=spec.host_budget,
-                spill_dir=tempfile.gettempdir(),
-                allow_tmpfs=True,
-                workspace=spec.workspace,
-            )
         self.count = 0
         torch.manual_seed(1)
+        if spec.budget is not None:
+            self.open(spec.budget)
+
+    def open(self, budget: int) -> dict[str, Any]:
+        """Train in a session from here on."""
+        spec = self.spec
+        self.session = outgrow.Session(
+            self.model,
+            self.optimizer,
+            budget=budget,
+            policy=spec.policy,
+            host_budget=spec.host_budget,
+            spill_dir=tempfile.gettempdir(),
+            allow_tmpfs=True,
+            workspace=spec.workspace,
+        )
         torch.cuda.reset_peak_memory_stats()
+        return {"budget": budget}
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Train, and say what was measured."""
-        seconds: list[float] = []
-        losses: list[float] = []
+        """Train, and say what was measured: `seconds` are a step's, from the first's begin to the last's end.
+
+        Peaks of a session are those since it began, its first step included. Those of other steps are of this call:
+        before the first cuDNN tries algorithms that take much memory, and then takes others.
+        """
+        if self.session is None:
+            torch.cuda.reset_peak_memory_stats()
+        losses: list[torch.Tensor] = []
+        torch.cuda.synchronize()
+        began = time.perf_counter()
         for _ in range(steps):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            loss = self._step(self.count)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-            losses.append(float(loss))
+            losses.append(self._step(self.count))
             self.count += 1
+        asked = time.perf_counter() - began
+        torch.cuda.synchronize()
         found: dict[str, Any] = {
-            "seconds": seconds,
-            "losses": losses,
+            "seconds": (time.perf_counter() - began) / steps,
+            "host_seconds": asked / steps,
+            "losses": [float(loss) for loss in losses],
             "peak_allocated": torch.cuda.max_memory_allocated(),
             "peak_reserved": torch.cuda.max_memory_reserved(),
+            "flushes": torch.cuda.memory_stats()["num_alloc_retries"],
         }
         if self.session is not None:
             found["summary"] = asdict(self.session.summary())
@@ -118,11 +181,16 @@ class Job:
             around = self.session.step()
         elif spec.peer == "save_on_cpu":
             around = torch.autograd.graph.save_on_cpu(pin_memory=True)
+        elif spec.peer == "offload_all":
+            around = self.offload.hooks()
         with around:
             x, y = self.network.sample(spec.batch, spec.size, self.classes, generator, DEVICE)
             if spec.channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
-            loss = self.network.loss(self.model(x), y)
+            output = self.model(x)
+            if spec.deterministic and self.network.kind == "segmentation":  # a loss of pixels in a row adds in order
+                output, y = output.flatten(2).mT.flatten(0, 1), y.flatten()
+            loss = self.network.loss(output, y)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -130,13 +198,20 @@ class Job:
 
     @staticmethod
     def _link(session: outgrow.Session) -> dict[str, Any]:
-        """What the copies of a step take by themselves, and the share of that in which the device did not stand."""
-        copies, summary = session._copies, session.summary()
+        """What the copies of a step take by themselves, and the share of what the simulator hides that is hidden."""
+        copies, summary, plan = session._copies, session.summary(), session.plan
         out, back = copies.out.bandwidth(), copies.back.bandwidth()
-        found: dict[str, Any] = {"copy_out_bandwidth": out, "copy_in_bandwidth": back}
-        if out and back and summary.offloaded_bytes:
+        found: dict[str, Any] = {
+            "copy_out_bandwidth": out,
+            "copy_in_bandwidth": back,
+            "ops": 0 if plan is None else len(plan.problem.trace.ops),
+            "passed": session._pool.fast_path.passed,
+        }
+        if out and back and plan is not None and summary.offloaded_bytes:
             alone = summary.offloaded_bytes / out + summary.offloaded_bytes / back
-            found |= {"copy_seconds": alone, "hidden_share": max(0.0, 1 - summary.stall_seconds / alone)}
+            foretold = max(0.0, alone - plan.simulate().stall_seconds)
+            hidden = max(0.0, alone - summary.stall_seconds)
+            found |= {"copy_seconds": alone, "hidden_seconds": hidden, "foretold_seconds": foretold}
         return found
 
     def digest(self) -> dict[str, str]:
@@ -176,8 +251,11 @@ def main() -> None:
 
     answer(begin)
     for line in sys.stdin:
-        steps = int(line)
-        answer(partial(jobs[0].run, steps) if steps else jobs[0].digest)
+        *what, number = line.split()
+        if what:
+            answer(partial(jobs[0].open, int(number)))
+        else:
+            answer(partial(jobs[0].run, int(number)) if int(number) else jobs[0].digest)
 
 
 if __name__ == "__main__":

@@ -250,6 +250,9 @@ class FakeDevice:
     def relieve(self) -> None:
         pass
 
+    def go_astray(self) -> None:
+        pass
+
     def stretch(self, nbytes: int) -> bool:
         return False
 

@@ -42,7 +42,7 @@ STEPS = 20
 # Name, input size, batch.
 NETWORKS = (
     ("resnet-50", 224, 16),
-    ("vgg-16", 96, 16),
+    ("vgg-16", 224, 16),
     ("densenet-121", 128, 16),
     ("unet", 128, 4),
     ("gpt-12x384", 256, 8),
@@ -71,12 +71,17 @@ class Training:
         self.classes = self.network.classes if self.network.kind == "text" else 10
         torch.manual_seed(0)
         self.model = self.network.build(size, self.classes).to(DEVICE)
+        if name == "vgg-16" and size == 224:
+            self.model.avgpool = nn.Identity()  # maps of 7 x 7 are pooled to 7 x 7, by additions in any order
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
 
     def step(self, k: int) -> torch.Tensor:
         generator = torch.Generator(DEVICE).manual_seed(k)
         x, y = self.network.sample(self.batch, self.size, self.classes, generator, DEVICE)
-        loss = self.network.loss(self.model(x), y)
+        output = self.model(x)
+        if self.network.kind == "segmentation":  # a loss of pixels in a row adds in order
+            output, y = output.flatten(2).mT.flatten(0, 1), y.flatten()
+        loss = self.network.loss(output, y)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -149,7 +154,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
     """Algorithms that give the same bits twice. Blank memory stays as it is: what is read too early shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     yield
@@ -169,8 +174,7 @@ def plain_of(runs: dict[tuple[str, int, int], Outcome], name: str, size: int, ba
     if key not in runs:
         runs[key] = train_plain(lambda: Training(*key))
         again = train_plain(lambda: Training(*key), steps=3)
-        if again.losses != runs[key].losses[:3]:
-            pytest.skip(f"plain PyTorch trains {name} differently each time")
+        assert again.losses == runs[key].losses[:3], f"plain PyTorch trains {name} differently each time"
         # cuDNN tries algorithms that want much memory before the first step, and then takes others.
         runs[key].peak_bytes = again.peak_bytes
     return runs[key]
@@ -285,7 +289,7 @@ def test_dropout_draws_the_same_numbers() -> None:
 def test_workspaces_stay_inside_the_budget_and_change_last_bits_at_most(
     plain_runs: dict[tuple[str, int, int], Outcome], kind: str | None
 ) -> None:
-    name, size, batch = "vgg-16", 96, 16
+    name, size, batch = "vgg-16", 224, 16
     plain = plain_of(plain_runs, name, size, batch)
 
     def make() -> Training:

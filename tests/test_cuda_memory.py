@@ -28,6 +28,7 @@ class Allocator:
     allocated: int = GiB
     reserved: int = 2 * GiB
     ooms: int = 3
+    retries: int = 0
     emptied: int = 0
     shares: list[float] = field(default_factory=list)
 
@@ -42,6 +43,7 @@ class Allocator:
             "allocated_bytes": {"all": {"current": self.allocated}},
             "reserved_bytes": {"all": {"current": self.reserved}},
             "num_ooms": self.ooms,
+            "num_alloc_retries": self.retries,
         }
 
     def empty(self) -> None:
@@ -117,8 +119,29 @@ def test_the_wall_gives_way_once_a_step_to_what_the_budget_has_room_for(allocato
     assert memory.stretch(2 * GiB)
     assert 0.10 < allocator.share < 0.102
     assert not memory.stretch(2 * GiB)
-    memory.begin_step()
+    memory.begin_step(again=False)
     assert allocator.share == pytest.approx(WALL)
+
+
+def test_the_wall_is_out_of_the_way_of_a_step_like_one_that_never_came_near_it(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+
+    def share_in_a_step(*, again: bool) -> float:
+        memory.begin_step(again=again)
+        return allocator.share
+
+    assert share_in_a_step(again=False) == pytest.approx(WALL)
+    allocator.retries += 1
+    assert share_in_a_step(again=True) == pytest.approx(WALL)
+    assert share_in_a_step(again=True) == 1.0
+    allocator.reserved = 7 * GiB
+    with memory.gate(2 * GiB):
+        assert allocator.share == 1.0
+    assert share_in_a_step(again=True) == 1.0
+    memory.go_astray()
+    assert allocator.share == pytest.approx(WALL)
+    allocator.reserved = 9 * GiB
+    assert share_in_a_step(again=True) == pytest.approx(WALL)
 
 
 def test_a_ledger_that_native_code_counts_for_needs_no_settling(allocator: Allocator) -> None:

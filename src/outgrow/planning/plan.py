@@ -143,6 +143,16 @@ class Plan:
             vars(self)["prediction"] = found  # a cached property keeps it there
         return self.prediction if self.prediction.feasible and self.prediction.step_seconds <= seconds else None
 
+    def moves_as(self, other: Plan) -> bool:
+        """Whether two plans are the same but for the times of their ops, which are set right now and then."""
+        return (
+            self.problem.trace.values is other.problem.trace.values
+            and self.offloads is other.offloads
+            and self.recomputes is other.recomputes
+            and self.parks is other.parks
+            and self.reuses is other.reuses
+        )
+
     def renamed(self, policy: str) -> Plan:
         """The same as another policy's; what is predicted for it is known already, if it is for this one."""
         other = replace(self, policy=policy)

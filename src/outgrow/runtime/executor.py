@@ -107,6 +107,7 @@ class Executor:
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
         self._released_elsewhere: deque[Handle] = deque()
+        self._last: Plan | None = None  # of the last step, if all went as it says
         self._epoch = 0  # counts steps: a graph may live on into later ones
         self._reset(None)
 
@@ -142,7 +143,10 @@ class Executor:
         self._modes = _len_torch_dispatch_stack()
         self._pool.reset_counters()
         self._ledger.on_death = recorder.died if recorder is not None else None
-        self._memory.begin_step()
+        last, self._last = self._last, None
+        self._memory.begin_step(
+            again=plan is not None and last is not None and last.moves_as(plan) and recorder is None
+        )
         if self._is_counted:
             self._memory.count(self._budget)
             self._calls.begin()
@@ -157,7 +161,7 @@ class Executor:
             if self._parking.on:
                 stack.enter_context(Access(self._parking))
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
-            self._fast.begin(None if cares_for_all else plan, self._modes + 1)
+            self._fast.begin(None if cares_for_all else plan, self._modes + 1, is_open=self._memory.is_open)
             self._fast.passes_writes = not (self._recomputer.on or self._pool.dropped or self._parking.on)
             self._stack = stack.pop_all()
         self._started = self._left_at = time.perf_counter()
@@ -187,6 +191,8 @@ class Executor:
             self._reset(None)
             raise
         unsaid = self._calls.unsaid_refusals() if self._is_counted else 0
+        if self._follower.done and not (self._pool.faults or unsaid):
+            self._last = self._follower.plan
         self._close_stack()
         outcome = StepOutcome(
             peak_bytes=self._peak,
@@ -418,6 +424,7 @@ class Executor:
         self._follower.begin(None)
         self._reuser.begin(None, {})
         self._parking.depart()
+        self._memory.go_astray()
         self._fast.stop()
         # The mode can join a step that began without it, but only where contexts end in the order in which they
         # began: not inside the backward pass, whose thread state is put back, and not inside a mode of the user's.
@@ -510,10 +517,10 @@ class Executor:
             fast.learns
             and need.measured
             and not (is_free or facts.draws or facts.over_lists or parking.looks_out_for(number))
-            and not self._calls.wants_gate(facts)
+            and not self._convolutions.searched(facts)
         ):
             if not facts.writes:
-                fast.needs_no_care(number, rise)
+                fast.needs_no_care(number, rise, gated=self._calls.wants_gate(facts))
             elif fast.passes_writes and not any(map(self._pool.has_place_in, written)):
                 fast.needs_no_care(number, rise, writes=True)
         self._peak = max(self._peak, before + rise, ledger.live_bytes)

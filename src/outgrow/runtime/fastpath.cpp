@@ -33,6 +33,7 @@ constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;  // PyTorch ha
 constexpr int64_t kLargeRise = 256 << 10;  // as in executor.py: ops below are not worth a look at the resident set
 constexpr int64_t kLittle = 4 << 10;       // bytes that are worth nobody's attention
 constexpr int64_t kWrites = -2;            // as in fastpath.py
+constexpr int64_t kGated = 1ll << 62;      // as in fastpath.py
 constexpr size_t kCodeBytes = 320 << 10;   // as in reserve.py: what a library may take from the heap
 
 const c10::DispatchKeySet kModes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
@@ -47,6 +48,7 @@ struct Expected {
   uint64_t look;
   int64_t ops;
   int64_t rise;      // bytes that it adds at its worst moment
+  int64_t gated;     // whether it may be done in another way where it is refused some of them
   uint64_t written;  // a bit for each argument that it writes to
 };
 
@@ -58,6 +60,7 @@ struct State {
   int64_t bell;            // somebody wants Python to see the next op, as memory is free by now
   int64_t level;           // bytes that the step comes to at its most: below, that memory may as well wait
   int64_t writes;          // whether ops that write may pass: nothing is made anew from what they change
+  int64_t open;            // whether the allocator refuses nothing that fits the budget
   int64_t modes;           // how many dispatch modes there are, ours with them
   int64_t budget;          // bytes
   int64_t peak;            // the highest live bytes at any op that passed
@@ -65,7 +68,7 @@ struct State {
   int64_t device;          // the number of the GPU that is trained on; -1 for the CPU
   int64_t limit;           // what the resident set may be, in bytes
   int64_t statm, page;     // the open /proc/self/statm, and bytes of a page there
-  const int64_t* needs;    // of each op what it adds, in bytes; -1 if it needs care; -2 - bytes if it writes
+  const int64_t* needs;    // of each op what it adds, in bytes (and kGated); -1: it needs care; -2 - bytes: it writes
   Expected* expected;
   const std::atomic<int64_t>* booked;  // live bytes that the ledger knows of
   Count* count;                        // live bytes of what passed
@@ -219,9 +222,11 @@ void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t lo
   const bool writes = now.needs[first] <= kWrites;
   if (writes && ops > 1) return;
   int64_t rise = writes ? kWrites - now.needs[first] : 0;
+  int64_t gated = 0;
   for (int64_t i = first; !writes && i < now.number; ++i) {
     if (now.needs[i] < 0) return;
-    rise += now.needs[i];
+    gated |= now.needs[i] & kGated;
+    rise += now.needs[i] & ~kGated;
   }
   uint64_t written = 0;
   const auto& arguments = op.schema().arguments();
@@ -230,7 +235,7 @@ void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t lo
     if (i >= 64 || !writes) return;
     written |= uint64_t{1} << i;
   }
-  now.expected[first] = Expected{&op.schema(), look, ops, rise, written};
+  now.expected[first] = Expected{&op.schema(), look, ops, rise, gated, written};
 }
 
 // Whether an op writes to nothing that was saved.
@@ -264,7 +269,7 @@ bool all_there(const torch::jit::Stack& stack, size_t count) {
 
 bool fits(State& now, const Expected& next) {
   const int64_t risen = live_bytes(now) + next.rise;
-  if (risen > now.budget) return false;
+  if (risen > now.budget || (next.gated && !now.open)) return false;
   if (now.device >= 0) {  // its own allocator keeps it under the wall, and the host's heap has no bounds
     now.peak = std::max(now.peak, risen);
     return true;

@@ -33,9 +33,10 @@ KEY = "TESTING_ONLY_GenericMode"
 # Plans whose steps are known: a data loader's last batch has one of its own.
 _MOST_LESSONS = 4
 # What is noted of an op that needs care. Of one that does not: the bytes that it adds; or, if it writes to something,
-# this less those bytes.
+# this less those bytes; if a library may do it in another way where it is refused some of them, both.
 _CARE = -1
 _WRITES = -2
+_GATED = 1 << 62
 
 
 class _Expected(ctypes.Structure):
@@ -46,6 +47,7 @@ class _Expected(ctypes.Structure):
         ("look", ctypes.c_uint64),
         ("ops", ctypes.c_int64),
         ("rise", ctypes.c_int64),
+        ("gated", ctypes.c_int64),
         ("written", ctypes.c_uint64),
     )
 
@@ -61,6 +63,7 @@ class _State(ctypes.Structure):
         ("bell", ctypes.c_int64),
         ("level", ctypes.c_int64),
         ("writes", ctypes.c_int64),
+        ("open", ctypes.c_int64),
         ("modes", ctypes.c_int64),
         ("budget", ctypes.c_int64),
         ("peak", ctypes.c_int64),
@@ -124,19 +127,20 @@ class FastPath:
 
     # --- the step ---
 
-    def begin(self, plan: Plan | None, modes: int) -> None:
+    def begin(self, plan: Plan | None, modes: int, *, is_open: bool) -> None:
         """A step begins that goes by `plan`, watched by one of `modes` dispatch modes; None: each op needs care.
 
-        Who else has a mode sees all ops.
+        Who else has a mode sees all ops. `is_open` says that the allocator refuses nothing that fits the budget.
         """
         state = self._state
         state.number = state.peak = state.passed = 0
+        state.open = is_open
         state.learns = state.passes = 0
         self._lesson = None
         self.learns = False
         if self._library is None or plan is None or modes != 1 or not self._has_memory:
             return
-        lesson = next((known for known in self._lessons if _moves_alike(known.plan, plan)), None)
+        lesson = next((known for known in self._lessons if known.plan.moves_as(plan)), None)
         if lesson is None:
             length = len(plan.problem.trace.ops)
             lesson = _Lesson(plan, (ctypes.c_int64 * length)(*[_CARE] * length), (_Expected * length)())
@@ -198,13 +202,15 @@ class FastPath:
         """The highest live bytes at any of those."""
         return int(self._state.peak)
 
-    def needs_no_care(self, number: int, rise_bytes: int, *, writes: bool = False) -> None:
+    def needs_no_care(self, number: int, rise_bytes: int, *, writes: bool = False, gated: bool = False) -> None:
         """An op has run that needs no care, and adds so much at its worst moment.
 
-        Nothing is made anew from it; and if it `writes`, then to nothing that was saved.
+        Nothing is made anew from it; and if it `writes`, then to nothing that was saved. A `gated` one passes only
+        where the allocator refuses nothing.
         """
         if self._lesson is not None and number < len(self._lesson.needs):
-            self._lesson.needs[number] = _WRITES - rise_bytes if writes else rise_bytes
+            kept = rise_bytes | _GATED if gated else rise_bytes
+            self._lesson.needs[number] = _WRITES - rise_bytes if writes else kept
 
     def pass_view(self) -> None:
         """A view is made, which needs no care."""
@@ -247,17 +253,6 @@ class FastPath:
             self._count.close()
             self._count = None
             self._library = None
-
-
-def _moves_alike(one: Plan, other: Plan) -> bool:
-    """Whether two plans are the same but for the times of their ops, which are set right now and then."""
-    return (
-        one.problem.trace.values is other.problem.trace.values
-        and one.offloads is other.offloads
-        and one.recomputes is other.recomputes
-        and one.parks is other.parks
-        and one.reuses is other.reuses
-    )
 
 
 @cache

@@ -38,6 +38,11 @@ class Follower:
         self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan that the step goes by."""
+        return self._plan
+
+    @property
     def on(self) -> bool:
         """Whether there is a plan."""
         return self._plan is not None

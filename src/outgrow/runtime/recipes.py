@@ -332,5 +332,7 @@ def _given(item: Any, storages: Mapping[Contents, torch.UntypedStorage]) -> Any:
     if isinstance(item, Window):
         return item.on(storages[item.contents])
     if isinstance(item, State):
-        return item.alias.clone() if item.is_buffer else item.alias
+        if not item.is_buffer:
+            return item.alias
+        return item.alias.clone() if item.is_read else torch.empty_like(item.alias)
     return item.tensor if isinstance(item, Shape) else item

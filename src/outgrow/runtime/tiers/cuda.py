@@ -52,6 +52,9 @@ class AllocatorCount:
 class CudaMemory:
     """Keeps the caching allocator under a budget while a session is open.
 
+    Attributes:
+        is_open: the wall is out of the way in this step.
+
     Blocks in use stay under the budget, since room is made for each op before it runs. The allocator is forbidden to
     hold much more than that, free blocks included: it gives those back before it refuses. Where blocks of many sizes
     come and go that costs time at small budgets. With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` there are
@@ -65,7 +68,9 @@ class CudaMemory:
         self._total = torch.cuda.mem_get_info(device)[1]
         self._usual_share = torch.cuda.get_per_process_memory_fraction(device)
         self._wall = int(min(budget_bytes * _WALL_SHARE, self._usual_share * self._total))
-        self._refused = self._count_refusals()
+        self._refused = self._count("num_ooms")
+        self._retries = 0
+        self.is_open = False
         # Free blocks of the time before would count against the wall.
         torch.cuda.empty_cache()
         self._stretched = False
@@ -90,10 +95,21 @@ class CudaMemory:
         """What blocks may take beyond the tensors in them."""
         return self._budget // _MARGIN_SHARE
 
-    def begin_step(self) -> None:
-        """The wall is where it should be."""
-        if self._stretched:
-            self._stretched = False
+    def begin_step(self, *, again: bool) -> None:
+        """Put the wall where it should be; where the last step was the same, and never came near it, out of the way.
+
+        An allocator that is asked for the same blocks in the same order gives the same ones out.
+        """
+        retries = self._count("num_alloc_retries")
+        met_wall, self._retries = retries != self._retries, retries
+        self._stretched = False
+        self.is_open = again and not met_wall and self._now()[1] <= self._wall
+        self._stand(self._total if self.is_open else self._wall)
+
+    def go_astray(self) -> None:
+        """Put the wall back."""
+        if self.is_open:
+            self.is_open = False
             self._stand(self._wall)
 
     def make_room(self, nbytes: int) -> None:
@@ -126,7 +142,7 @@ class CudaMemory:
         room for, holes may add to it for a moment.
         """
         allocated, reserved = self._now()
-        if reserved + nbytes + _PIECES_BYTES <= self._wall:
+        if self.is_open or reserved + nbytes + _PIECES_BYTES <= self._wall:
             yield
             return
         self._stand(reserved + max(nbytes, self._budget - allocated) + _PIECES_BYTES)
@@ -149,7 +165,7 @@ class CudaMemory:
 
     def refusals(self) -> int:
         """How often the allocator refused memory since this was asked last, to libraries that keep quiet too."""
-        before, self._refused = self._refused, self._count_refusals()
+        before, self._refused = self._refused, self._count("num_ooms")
         return self._refused - before
 
     def reserve(self, *, anew: bool) -> None:
@@ -176,5 +192,5 @@ class CudaMemory:
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         return int(stats["allocated_bytes"]["all"]["current"]), int(stats["reserved_bytes"]["all"]["current"])
 
-    def _count_refusals(self) -> int:
-        return int(torch.cuda.memory_stats_as_nested_dict(self._device)["num_ooms"])
+    def _count(self, what: str) -> int:
+        return int(torch.cuda.memory_stats_as_nested_dict(self._device)[what])

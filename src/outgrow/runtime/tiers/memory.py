@@ -15,8 +15,15 @@ class DeviceMemory(Protocol):
     def margin_bytes(self) -> int:
         """What steps leave of the budget where they can, for what comes beside tensors."""
 
-    def begin_step(self) -> None:
-        """A step begins."""
+    def begin_step(self, *, again: bool) -> None:
+        """A step begins; `again` says that it is to be as the last one was, in which nothing went wrong."""
+
+    def go_astray(self) -> None:
+        """The step is not as the last one was, or memory ran out."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the allocator refuses nothing in this step that fits the budget, so that no op needs a gate."""
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory for a value that comes back, in the order of what the program computes.

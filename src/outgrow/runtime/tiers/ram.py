@@ -39,11 +39,19 @@ class Ram:
         self._memory.open()
         self.make_room(0)
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, again: bool) -> None:
         """A step begins: the arena, if there is one, keeps what steps fill one after the other."""
         if isinstance(self._memory, Arena):
             self._memory.begin_step()
         self._leave_heap()
+
+    def go_astray(self) -> None:
+        """Nothing to do."""
+
+    @property
+    def is_open(self) -> bool:
+        """True: what is refused memory on a CPU says so."""
+        return True
 
     def make_room(self, nbytes: int) -> None:
         """Give free pages back if `nbytes` more would lift the resident set over its limit."""
