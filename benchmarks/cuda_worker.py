@@ -2,9 +2,9 @@
 
     python benchmarks/cuda_worker.py SPEC      # JSON; then lines on standard input
 
-A line is a number of steps, or "budget" and a number of bytes: from there on a session trains. For each line it prints
-a line of JSON, of steps with what they took and left behind. The wall of a session is the whole
-process's, so that plain training cannot run beside it in one process.
+A line is a number of steps, or "budget" and a number of bytes: from there on a session trains. For each it prints a
+line of JSON, of steps with what they took and left behind. The wall of a session is the whole process's, so that no
+plain training can run beside it in one process.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from outgrow.tracing.ledger import Ledger
 # This near to the budget the allocator is asked what it has really given out: blocks are rounded up, cuBLAS keeps
 # workspaces, and none of that is a storage that the ledger sees.
 _NEAR_SHARE = 8
-# The allocator takes memory from the device in pieces of 20 MiB (2.11 to 2.13: `large_segment_size`). Blocks in use
-# are kept under the budget; with the pieces' free ends, under this many times as much.
+# The allocator takes memory from the device in pieces of 20 MiB (2.11 to 2.13: `large_segment_size`), whose free ends
+# are of no use to others. Blocks in use are kept under the budget; with those ends, under this many times as much.
 _WALL_SHARE = 1.05
-# What an op's outputs and its workspace may need beyond their own bytes, each in pieces of its own.
-_PIECES_BYTES = 5 * (20 << 20)
+# So much the ends may come to, in all, when free blocks have been given back.
+_ENDS_BYTES = 256 << 20
 # What the ledger and the plan do not know of: each block is rounded up.
 _MARGIN_SHARE = 128
 
@@ -67,7 +67,8 @@ class CudaMemory:
         self._ledger = ledger
         self._total = torch.cuda.mem_get_info(device)[1]
         self._usual_share = torch.cuda.get_per_process_memory_fraction(device)
-        self._wall = int(min(budget_bytes * _WALL_SHARE, self._usual_share * self._total))
+        self._wall = int(budget_bytes * _WALL_SHARE)
+        self._far_wall = max(self._wall, budget_bytes + _ENDS_BYTES)
         self._refused = self._count("num_ooms")
         self._retries = 0
         self.is_open = False
@@ -135,21 +136,20 @@ class CudaMemory:
 
     @contextmanager
     def gate(self, nbytes: int) -> Iterator[None]:
-        """Inside, the allocator may pass the wall, if it might have to for an op that adds `nbytes`.
+        """Inside, whatever the budget has room for is found, where the wall is so near that ends may keep it out.
 
         cuDNN tries another algorithm where it gets no workspace for the first, tells nobody, and remembers that: the
-        result would not be plain PyTorch's to the bit. So where holes might keep a workspace out that the budget has
-        room for, holes may add to it for a moment.
+        result would not be plain PyTorch's to the bit.
         """
-        allocated, reserved = self._now()
-        if self.is_open or reserved + nbytes + _PIECES_BYTES <= self._wall:
+        wall = self._stands_at
+        if wall >= self._far_wall:
             yield
             return
-        self._stand(reserved + max(nbytes, self._budget - allocated) + _PIECES_BYTES)
+        self._stand(self._far_wall)
         try:
             yield
         finally:
-            self._stand(self._wall)
+            self._stand(wall)
 
     def stretch(self, nbytes: int) -> bool:
         """Have the allocator pass the wall until the step is over, for `nbytes` that the budget has room for.
@@ -160,7 +160,7 @@ class CudaMemory:
         if self._stretched or allocated + nbytes > self._budget:
             return False
         self._stretched = True
-        self._stand(reserved + nbytes + _PIECES_BYTES)
+        self._stand(reserved + nbytes + _ENDS_BYTES)
         return True
 
     def refusals(self) -> int:
@@ -181,6 +181,7 @@ class CudaMemory:
 
     def _stand(self, wall_bytes: int) -> None:
         """Put the wall somewhere, but never where the user's own would not be."""
+        self._stands_at = wall_bytes
         share = min(wall_bytes / self._total, self._usual_share)
         torch.cuda.set_per_process_memory_fraction(share, self._device)
 
