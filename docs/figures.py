@@ -54,6 +54,41 @@ def peers() -> str:
     return _table(head, rows) + "\n\n" + _commands(_files("pareto-*.json"), "peers", _pareto)
 
 
+def gpu() -> str:
+    """Outgrow on a GPU: time beside peers, peaks within budgets, equality, and the network of 10,000 layers."""
+    parts = []
+    for name, figures in _files("cuda-*.json"):
+        rows: list[tuple[str, ...]] = []
+        head: tuple[str, ...] = ()
+        if "time" in figures:
+            head = ("network", "batch", "peer", "budget", "of the plain peak", "peer over plain", "ours over plain")
+            for row in figures["time"]:
+                if "ours_over_plain" in row:
+                    peer = f"{row['peer_over_plain']:.2f}" if "peer_over_plain" in row else ""
+                    what = (row["network"], str(row["batch"]), row["peer"], _mib(row["budget"]))
+                    rows.append((*what, f"{row['share']:.0%}", peer, f"{row['ours_over_plain']:.3f}"))
+        elif "budgets" in figures:
+            head = ("network", "batch", "budget", "peak of it, first step included", "reserved of it")
+            for row in figures["budgets"]:
+                what = (row["spec"]["network"], str(row["spec"]["batch"]), _mib(row["budget"]))
+                rows.append((*what, f"{row['peak_share']:.3f}", f"{row['reserved_share']:.3f}"))
+        elif "equality" in figures:
+            head = ("network", "policy", "of the plain peak", "20 steps, to the bit")
+            for row in figures["equality"]:
+                said = {True: "equal", False: "DIFFERS", None: "does not fit"}[row.get("equal")]
+                rows.append((row["spec"]["network"], row["spec"]["policy"], f"{row['share']:.0%}", said))
+        else:
+            head = ("network", "budget", "peak", "the last of four steps", "with planning, on average")
+            rest = figures["deep"]["rest"]
+            times = (f"{rest['summary']['step_seconds']:.1f} s", f"{rest['seconds']:.1f} s")
+            budget = rest["summary"]["budget_bytes"]
+            rows.append(("resnet-2504, batch 16", _mib(budget), _mib(rest["peak_allocated"]), *times))
+        where = figures["environment"]
+        note = f"{where['gpu']}, PyTorch {where['torch']}, {where['date']}; `{name}`: `{figures['command']}`"
+        parts.append(_table(head, rows) + "\n\n" + note)
+    return "\n\n".join(parts)
+
+
 def deep() -> str:
     """The network of 10,000 layers."""
     _, figures = _files("cpu-resnet-2504.json")[0]
@@ -167,6 +202,7 @@ def _choice(result: Figures) -> str:
 _TABLES: Mapping[str, Callable[[], str]] = {
     "curve": curve,
     "peers": peers,
+    "gpu": gpu,
     "deep": deep,
     "equality": equality,
     "predictions": predictions,
