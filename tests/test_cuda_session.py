@@ -22,7 +22,7 @@ from outgrow.planning.policies import Policy
 from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
 from outgrow.runtime.backend import Backend
-from outgrow.runtime.clock import DeviceClock
+from outgrow.runtime.clock import DeviceClock, StepTimes
 from outgrow.runtime.copies.cuda import CudaCopies
 from outgrow.runtime.executor import Executor, _Watch
 from outgrow.runtime.tiers import host
@@ -193,6 +193,66 @@ def test_a_backward_pass_on_another_thread_leaves_nothing_behind(fakes: Callable
         state = sum(tensor.nbytes for tensor in training.models[0].state_dict().values())
         assert session.live_bytes < 2.1 * state + CountedRam.LIBRARY_BYTES + 1e6
     assert made.streams[0].races == []
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
+    """The steps whose times were read, which waits for the device."""
+    found: list[StepTimes] = []
+    usual = StepTimes.read
+
+    def noted(times: StepTimes) -> tuple[float, float, float]:
+        found.append(times)
+        return usual(times)
+
+    monkeypatch.setattr(StepTimes, "read", noted)
+    return found
+
+
+def test_the_host_waits_for_no_step_before_the_next_one_is_under_way(
+    fakes: Callable[..., Fakes], known: Known, reads: list[StepTimes]
+) -> None:
+    fakes(luck=0.0)
+    training = known.make()
+    with outgrow.Session(training.models, training.optimizers, budget=known.budget) as session:
+        for k in range(6):
+            with session.step():
+                training.run(k)
+        read = len(reads)
+        with session.step():
+            training.run(6)
+            assert len(reads) == read
+        assert len(reads) == read + 1
+        assert len(session.history) == 7  # who asks for figures waits
+        assert len(reads) == read + 2
+        assert session.summary().step_seconds > 0
+        assert len(reads) == read + 2
+
+
+def test_a_device_that_fails_at_a_step_takes_nothing_of_ours_along(
+    fakes: Callable[..., Fakes], known: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes(luck=0.0)
+    training = known.make()
+    session = outgrow.Session(training.models, training.optimizers, budget=known.budget)
+    for k in range(5):
+        with session.step():
+            training.run(k)
+
+    def fail(times: StepTimes) -> tuple[float, float, float]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def failing_step() -> None:
+        with session.step():
+            training.run(5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepTimes, "read", fail)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            failing_step()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    training.run(6)
+    session.close()
 
 
 def test_plans_for_a_host_that_runs_ahead_say_when_values_are_gone() -> None:

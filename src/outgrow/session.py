@@ -339,7 +339,6 @@ class Session:
         self._in_step = True
 
     def _end(self, error: BaseException | None) -> None:
-        self._read_clock()
         recorder, self._recorder = self._recorder, None
         try:
             outcome = self._executor.end()
@@ -347,6 +346,7 @@ class Session:
             self._in_step = False
             if recorder is not None:
                 self._modules.__exit__(None, None, None)
+        self._read_clock()
         self._oom_retries += outcome.oom_retries
         if error is not None and is_out_of_memory(error):
             self._wary = True
