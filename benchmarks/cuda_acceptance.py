@@ -182,13 +182,13 @@ class Bench:
         self.say(f"--- {name}, {self.left:.0f} s left")
         if self.left < 30:
             self.result["failures"][name] = "no time was left"
-            self.say("no time is left")
+            self.judge(False, f"{name}: no time is left")
         else:
             try:
                 self.result[name] = act()
             except Exception as error:
                 self.result["failures"][name] = traceback.format_exc()[-3000:]
-                self.say(f"{name} failed: {error}")
+                self.judge(False, f"{name} failed: {error}")
         self.save()
 
     def save(self) -> None:
@@ -240,7 +240,7 @@ class Bench:
                 truth = plain.run(_EQUALITY_STEPS, 120) | plain.run(0, 60)
                 repeats = again.run(2, 120) | again.run(_EQUALITY_STEPS - 2, 120) | again.run(0, 60)
         except WorkerFailed as error:
-            self.say(str(error))
+            self.judge(False, str(error))
             return [{"network": name, "failure": str(error)}]
         self.judge(truth["digest"] == repeats["digest"], f"{name}: plain PyTorch gives other bits each time")
         # That of steps in which cuDNN knows what it does.
@@ -256,7 +256,7 @@ class Bench:
             with Worker(spec) as worker:
                 ours = worker.run(_EQUALITY_STEPS, 150) | worker.run(0, 60)
         except WorkerFailed as error:
-            self.say(f"{where}: {error}")
+            self.judge(False, f"{where}: {error}")
             return row | {"failure": str(error), "least_bytes": error.least_bytes}
         equal = ours["digest"] == truth["digest"] and ours["losses"] == truth["losses"]
         assert spec.budget is not None
@@ -281,7 +281,7 @@ class Bench:
                     plain.run(2, 60)
                     row["plain"] = plain.run(2, 60)
             except WorkerFailed as error:
-                self.say(str(error))
+                self.judge(False, str(error))
                 return row | {"plain_failure": str(error)}
             budget = int(row["plain"]["peak_allocated"] * wanted)
         row["budget"] = budget
@@ -289,7 +289,7 @@ class Bench:
             with Worker(replace(spec, budget=budget)) as worker:
                 row["ours"] = ours = worker.run(_WARMUP + 4, 120)
         except WorkerFailed as error:
-            self.say(f"{spec.network}: {error}")
+            self.judge(False, f"{spec.network}: {error}")
             return row | {"failure": str(error), "least_bytes": error.least_bytes}
         peak, reserved = ours["peak_allocated"] / budget, ours["peak_reserved"] / budget
         self.judge(peak <= 1, f"{spec.network}: peak {peak:.3f} of the budget")
@@ -316,7 +316,7 @@ class Bench:
                 peak = plain.run(2, 60)["peak_allocated"]
                 for rival, ours in pairs:
                     if self.left < 30:
-                        self.say(f"{plain.spec.network}: the rest is left out, for time")
+                        self.judge(False, f"{plain.spec.network}: the rest is left out, for time")
                         break
                     rows.append(self.note("time", self._timed(plain, peak, rival, ours)))
                     ours.close()
@@ -343,7 +343,7 @@ class Bench:
             ours.run(_WARMUP, 120)
             times, last = self._take_turns(everybody)
         except WorkerFailed as error:
-            self.say(f"{where}: {error}")
+            self.judge(False, f"{where}: {error}")
             return row | {"failure": str(error), "least_bytes": error.least_bytes}
         row["ours_over_plain"] = ratio = median(times["ours"]) / median(times["plain"])
         if rival is not None:
@@ -381,7 +381,7 @@ class Bench:
                     ours = worker.run(4, 120)
             except WorkerFailed as error:
                 rows.append({"policy": policy, "failure": str(error)})
-                self.say(str(error))
+                self.judge(False, str(error))
                 continue
             hidden = ours["hidden_seconds"] / ours["foretold_seconds"]
             self.judge(hidden >= 0.9, f"{policy}: {hidden:.2f} of what should hide is hidden")
@@ -399,7 +399,7 @@ class Bench:
                     plain.run(2, 60)
                     peak = plain.run(2, 60)["peak_allocated"]
             except WorkerFailed as error:
-                self.say(str(error))
+                self.judge(False, str(error))
                 return [{"failure": str(error)}]
             budget = int(peak * share)
             for kind in _KINDS:
@@ -409,7 +409,7 @@ class Bench:
                         worker.run(_WARMUP, 120)
                         row["measured"] = ours = worker.run(4, 120)
                 except WorkerFailed as error:
-                    self.say(f"workspace {kind}: {error}")
+                    self.judge(False, f"workspace {kind}: {error}")
                     rows.append(row | {"failure": str(error), "least_bytes": error.least_bytes})
                     continue
                 row["step_seconds"] = ours["seconds"]

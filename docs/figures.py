@@ -63,20 +63,22 @@ def gpu() -> str:
         if "time" in figures:
             head = ("network", "batch", "peer", "budget", "of the plain peak", "peer over plain", "ours over plain")
             for row in figures["time"]:
-                if "ours_over_plain" in row:
-                    peer = f"{row['peer_over_plain']:.2f}" if "peer_over_plain" in row else ""
-                    what = (row["network"], str(row["batch"]), row["peer"], _mib(row["budget"]))
-                    rows.append((*what, f"{row['share']:.0%}", peer, f"{row['ours_over_plain']:.3f}"))
+                peer = f"{row['peer_over_plain']:.2f}" if "peer_over_plain" in row else ""
+                ours = f"{row['ours_over_plain']:.3f}" if "ours_over_plain" in row else _failure(row)
+                what = (row["network"], str(row["batch"]), row["peer"], _mib(row["budget"]))
+                rows.append((*what, f"{row['share']:.0%}", peer, ours))
         elif "budgets" in figures:
             head = ("network", "batch", "budget", "peak of it, first step included", "reserved of it")
             for row in figures["budgets"]:
-                what = (row["spec"]["network"], str(row["spec"]["batch"]), _mib(row["budget"]))
-                rows.append((*what, f"{row['peak_share']:.3f}", f"{row['reserved_share']:.3f}"))
+                what = (row["spec"]["network"], str(row["spec"]["batch"]), _mib(row.get("budget", 0)))
+                held = row.get("peak_share"), row.get("reserved_share")
+                rows.append((*what, *(_failure(row) if share is None else f"{share:.3f}" for share in held)))
         elif "equality" in figures:
             head = ("network", "policy", "of the plain peak", "20 steps, to the bit")
             for row in figures["equality"]:
-                said = {True: "equal", False: "DIFFERS", None: "does not fit"}[row.get("equal")]
-                rows.append((row["spec"]["network"], row["spec"]["policy"], f"{row['share']:.0%}", said))
+                said = {True: "equal", False: "DIFFERS", None: _failure(row)}[row.get("equal")]
+                spec = row.get("spec", {"network": row.get("network"), "policy": ""})
+                rows.append((spec["network"], spec["policy"], f"{row.get('share', 0):.0%}", said))
         else:
             head = ("network", "budget", "peak", "the last of four steps", "with planning, on average")
             rest = figures["deep"]["rest"]
@@ -210,6 +212,11 @@ _TABLES: Mapping[str, Callable[[], str]] = {
     "floors": floors,
     "tuning": tuning,
 }
+
+
+def _failure(row: Figures) -> str:
+    """How a session failed, in two words: where it said what it needs at least, the budget was too small."""
+    return "does not fit" if row.get("least_bytes") else "failed"
 
 
 def _files(pattern: str) -> list[tuple[str, Figures]]:

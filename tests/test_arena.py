@@ -453,7 +453,7 @@ def resident_fall() -> int:
     before = process.memory_info().rss
     for item in blocks[::2]:
         memory.empty(item.untyped_storage())
-    memory.begin_step(again=False)
+    memory.begin_step(planned=False, again=False)
     fall = before - process.memory_info().rss
     memory.close()
     return fall

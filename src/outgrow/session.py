@@ -217,7 +217,7 @@ class Session:
         Raises:
             SessionError: no step was finished yet.
         """
-        self._read_clock()
+        self._read_clock(adapt=not self._in_step)
         if not self._history:
             raise SessionError("no step was finished yet: run one inside `with session.step():`")
         return self._history[-1]
@@ -225,7 +225,7 @@ class Session:
     @property
     def history(self) -> tuple[Summary, ...]:
         """The figures of the last steps, at most 1000, the oldest first."""
-        self._read_clock()
+        self._read_clock(adapt=not self._in_step)
         return tuple(self._history)
 
     def report(self, path: str | Path, *, title: str | None = None) -> None:
@@ -243,6 +243,7 @@ class Session:
             SessionError: there is no plan yet.
             ReportError: the file cannot be written.
         """
+        history = self.history
         plan = self.plan
         if plan is None:
             raise SessionError("there is no plan to report on yet: run a step inside `with session.step():` first")
@@ -251,7 +252,6 @@ class Session:
             "model": names,
             "optimizer": ", ".join(type(item).__name__ for item in self._optimizers) or "none",
         }
-        history = self.history
         first = self._steps - len(history) + 1
         subject = Subject(title or names, plan, history, first, settings, self.budget_bytes)
         write_report(path, subject)
@@ -282,13 +282,10 @@ class Session:
             raise SessionError("close the session after its step, not inside it")
         self._closed = True
         Session._open.discard(self)
-        try:
-            self._read_clock()
-            self._pool.close()
-        finally:
-            self._memory.close()
-            self._executor.close()
-            self._ledger.close()
+        with ExitStack() as undo:
+            for part in (self._ledger, self._executor, self._memory, self._pool):
+                undo.callback(part.close)
+            self._read_clock(adapt=False)
 
     def __enter__(self) -> Session:
         return self
@@ -386,17 +383,19 @@ class Session:
         if outcome.times is None:
             self._read_clock()
 
-    def _read_clock(self) -> None:
+    def _read_clock(self, *, adapt: bool = True) -> None:
         """Judge the last step by its times; a device that runs beside the host may still be at it, and is waited for.
 
         While the host prepares a step, the device does the one before: asking at once how long that took would have
-        it wait for the host each time.
+        it wait for the host each time. Its plan is adapted, if that may be and nobody gave it up meanwhile.
         """
         if self._untimed is None:
             return
         (kind, plan, outcome, may_adapt), self._untimed = self._untimed, None
+        is_late = outcome.times is not None
         outcome = outcome.timed()
-        if may_adapt and plan is not None and kind is not None and kind.plan is plan:
+        may_adapt = may_adapt and adapt and plan is not None
+        if may_adapt and kind is not None and kind.plan is plan and (kind.steady or not is_late):
             with self._where_memory_allows():
                 hardware = self._measured_hardware()
                 self._replans += self._planner.compare(kind, outcome, hardware, self._planned_budget)

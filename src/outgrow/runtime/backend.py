@@ -26,8 +26,7 @@ from outgrow.tracing.ledger import Ledger
 class Backend:
     """The parts of one device.
 
-    `clock` is None where what was asked for is over when the call returns, and `fast_path` where no op runs past the
-    dispatch mode.
+    `clock` is None where what was asked for is over when the call returns.
     """
 
     memory: DeviceMemory

@@ -62,6 +62,8 @@ class Calls:
         call: _RunOp = _run_here if need.measured else self._measured_call
         if self._memory.is_counted and self._convolutions.searched(facts):
             call = partial(self._call_searching, need, call)
+        elif self._memory.is_counted and need.depends_on_data:
+            call = partial(self._call_strictly, call)
         elif (self._memory.is_counted and not need.measured) or self.wants_gate(facts):
             call = partial(self._call_in_gate, need.likely_bytes, call)
         # What it drew before memory ran out it must draw again.
@@ -100,8 +102,15 @@ class Calls:
     def _call_in_gate(
         self, nbytes: int, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int | None]:
-        """Call an op that a library may run in another way where it gets no workspace: it gets one."""
+        """Call an op that was never seen, or that a library may run in another way where it gets no workspace."""
         with self._memory.gate(nbytes):
+            return call(func, args, kwargs)
+
+    def _call_strictly(
+        self, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, int | None]:
+        """Call an op that takes nobody knows how much."""
+        with self._memory.strictly():
             return call(func, args, kwargs)
 
     def _call_searching(
@@ -115,7 +124,7 @@ class Calls:
         self._refusals += self._memory.refusals()
         try:
             if not need.measured:
-                return call(func, args, kwargs)
+                return self._call_strictly(call, func, args, kwargs)
             return self._call_in_gate(need.likely_bytes, call, func, args, kwargs)
         except RuntimeError as error:
             if _NO_ALGORITHM in str(error) and self._memory.refusals():  # none at all found room: a page fault

@@ -19,6 +19,7 @@ class DeviceClock:
         self._streams = streams
         self._waits = waits
         self._began: Event | None = None
+        self._lingers: list[Span] = []
         self._stream = 0
 
     def mark(self) -> Event:
@@ -40,7 +41,7 @@ class DeviceClock:
     def begin(self) -> None:
         """A step begins. It computes on the stream that is current now."""
         self._stream = self._streams.current()
-        self._lingers: list[Span] = []
+        self._lingers = []
         self._began = self.mark()
 
     def strays(self) -> bool:

@@ -144,9 +144,9 @@ class Executor:
         self._pool.reset_counters()
         self._ledger.on_death = recorder.died if recorder is not None else None
         last, self._last = self._last, None
-        self._memory.begin_step(
-            again=plan is not None and last is not None and last.moves_as(plan) and recorder is None
-        )
+        again = plan is not None and last is not None and last.moves_as(plan) and recorder is None
+        # A search for an algorithm takes what it is not refused.
+        self._memory.begin_step(planned=plan is not None, again=again and not self._convolutions.searches)
         if self._is_counted:
             self._memory.count(self._budget)
             self._calls.begin()
@@ -227,6 +227,7 @@ class Executor:
         self._fast.end(followed=self._follower.done and not self._pool.faults)
         self._stack.close()
         self._stack = None
+        self._memory.end_step()
         self._recorder = None
         self._ledger.on_death = None
 

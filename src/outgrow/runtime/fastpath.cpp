@@ -21,6 +21,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <mutex>
 #include <new>
 #include <string>
 #include <unordered_map>
@@ -81,6 +82,8 @@ thread_local State* state = nullptr;  // of the step that runs on this thread
 // Of the step on a GPU, whose backward pass runs on a thread of autograd's own. The key is on there too, as it was where
 // the pass was asked for.
 std::atomic<State*> state_of_gpu{nullptr};
+
+std::mutex looking;  // at what follows: two sessions may train on two threads
 
 // Storages that saved values lie in: a write to those is never let pass, as copies of them must be told. With how many
 // say so, since one may have come to lie where another lay.
@@ -242,6 +245,7 @@ void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t lo
 bool writes_safely(const State& now, const Expected& next, const torch::jit::Stack& stack, size_t count) {
   if (next.written == 0) return true;
   if (!now.writes) return false;
+  const std::lock_guard guard(looking);
   for (size_t i = 0; i < count; ++i) {
     if ((next.written >> i & 1) == 0) continue;
     const c10::IValue& item = stack[stack.size() - count + i];
@@ -257,6 +261,7 @@ bool is_parked(const c10::IValue& item) {
 
 // Whether nothing that an op is given is parked.
 bool all_there(const torch::jit::Stack& stack, size_t count) {
+  const std::lock_guard guard(looking);
   if (parked.empty()) return true;
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (is_parked(stack[i])) return false;
@@ -314,7 +319,8 @@ torch::Library* library = nullptr;
 
 extern "C" {
 
-// See all ops from now on that are called where `outgrow_fastpath_enter` was. Once in a process.
+// See all ops from now on that are called where `outgrow_fastpath_enter` was, and in backward passes asked for there.
+// Once in a process.
 void outgrow_fastpath_install() {
   library = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
   library->fallback(torch::CppFunction::makeFromBoxedFunction<&watch>());
@@ -342,6 +348,7 @@ int64_t outgrow_fastpath_reserved(int device) { return stats_of(device).reserved
 
 // A saved value lies in this storage from now on, or no longer.
 void outgrow_fastpath_saved(const void* storage, int is_there) {
+  const std::lock_guard guard(looking);
   if (is_there) {
     ++saved[storage];
   } else if (const auto known = saved.find(storage); known != saved.end() && --known->second <= 0) {
@@ -351,6 +358,7 @@ void outgrow_fastpath_saved(const void* storage, int is_there) {
 
 // The bytes of this storage are not to be looked at from now on, or are again.
 void outgrow_fastpath_parked(const void* storage, int is_parked) {
+  const std::lock_guard guard(looking);
   if (is_parked)
     parked.insert(storage);
   else

@@ -168,6 +168,10 @@ class FastPath:
         self._lesson = None
         self.learns = False
 
+    def go_astray(self) -> None:
+        """From here on the allocator may refuse what fits the budget: gated ops need care."""
+        self._state.open = 0
+
     def stop(self) -> None:
         """From here on each op of this step needs care."""
         self._state.learns = self._state.passes = 0

@@ -472,6 +472,7 @@ class Pool:
         self.faults += 1
         self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
         self._memory.go_astray()
+        self.fast_path.go_astray()
         self._memory.relieve()
         before = self._ledger.live_bytes
         evicted = self.evict(max(nbytes, before // _FAULT_SHARE))

@@ -282,7 +282,8 @@ def replay(
     """Make a value anew. `fetch` brings a source, `run` runs one op inside the budget.
 
     Contents that a call writes to are cloned first unless the replay itself made them and reads them no more, and
-    so are buffers: batch norm updates its running statistics without saying so.
+    so are buffers: batch norm updates its running statistics without saying so. Where it does not read them, blank
+    memory does.
     """
     there = {contents: fetch(entry) for contents, entry in recipe.sources.items()}
     own: set[Contents] = set()

@@ -24,7 +24,8 @@ from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts
 
-# So many bytes at a time are compared on a GPU, which takes an eighth of that.
+# So many bytes at a time are compared on a GPU, which takes an eighth of that, or as many where they are no large
+# numbers.
 _COMPARED_BYTES = 16 << 20
 _NUMBER = torch.int64
 # A recipe that found no room beside its true value so often is not tried again under the same plan.

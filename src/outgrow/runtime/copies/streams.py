@@ -85,7 +85,8 @@ class CudaStreams:
 
     def linger(self) -> None:
         """See `Streams`."""
-        torch.cuda._sleep(_LINGER_CYCLES)
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(_LINGER_CYCLES)
 
     def to_host(self, stream: Stream, host: int, device: int, nbytes: int) -> None:
         """See `Streams`."""

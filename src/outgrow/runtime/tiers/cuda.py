@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,8 +17,10 @@ _NEAR_SHARE = 8
 # The allocator takes memory from the device in pieces of 20 MiB (2.11 to 2.13: `large_segment_size`), whose free ends
 # are of no use to others. Blocks in use are kept under the budget; with those ends, under this many times as much.
 _WALL_SHARE = 1.05
-# So much the ends may come to, in all, when free blocks have been given back.
-_ENDS_BYTES = 256 << 20
+# Where a free block between two others is given back, the ends of pieces that are left come to one, on average.
+_PIECE_BYTES = 20 << 20
+# What an op's outputs and its workspace may take beyond their own bytes, each in pieces of its own.
+_PIECES_BYTES = 5 * _PIECE_BYTES
 # What the ledger and the plan do not know of: each block is rounded up.
 _MARGIN_SHARE = 128
 
@@ -68,13 +71,14 @@ class CudaMemory:
         self._total = torch.cuda.mem_get_info(device)[1]
         self._usual_share = torch.cuda.get_per_process_memory_fraction(device)
         self._wall = int(budget_bytes * _WALL_SHARE)
-        self._far_wall = max(self._wall, budget_bytes + _ENDS_BYTES)
-        self._refused = self._count("num_ooms")
-        self._retries = 0
+        self._refused = self._counter("num_ooms")
+        self._at_end: tuple[int, int] | None = None  # retries and reserved bytes when the last step was over
+        self._is_planned = False
         self.is_open = False
         # Free blocks of the time before would count against the wall.
         torch.cuda.empty_cache()
-        self._stretched = False
+        self._stretched = self._is_calm = False
+        self._retries = self._counter("num_alloc_retries")
         self._stand(self._wall)
         self.count(budget_bytes)
 
@@ -96,16 +100,27 @@ class CudaMemory:
         """What blocks may take beyond the tensors in them."""
         return self._budget // _MARGIN_SHARE
 
-    def begin_step(self, *, again: bool) -> None:
-        """Put the wall where it should be; where the last step was the same, and never came near it, out of the way.
+    def begin_step(self, *, planned: bool, again: bool) -> None:
+        """Have the wall out of the way where the last step was the same, and never came near it.
 
-        An allocator that is asked for the same blocks in the same order gives the same ones out.
+        An allocator that is asked for the same blocks in the same order gives the same ones out, if nobody had it
+        give blocks back meanwhile. A wall of the user's that is nearer than ours stays where it is.
         """
-        retries = self._count("num_alloc_retries")
-        met_wall, self._retries = retries != self._retries, retries
-        self._stretched = False
-        self.is_open = again and not met_wall and self._now()[1] <= self._wall
-        self._stand(self._total if self.is_open else self._wall)
+        self._is_planned = planned
+        is_as_it_was = self._at_end == self._state()
+        is_ours = self._usual_share * self._total >= self._wall + _PIECES_BYTES
+        self.is_open = again and self._is_calm and is_as_it_was and is_ours
+        self._retries = self._counter("num_alloc_retries")
+        if self.is_open:
+            self._stand(self._total)
+
+    def end_step(self) -> None:
+        """Put the wall where it should be, and remember how the allocator was left."""
+        self._at_end = self._state()
+        retries, reserved = self._at_end
+        self._is_calm = retries == self._retries and reserved <= self._wall
+        self.is_open = self._stretched = False
+        self._stand(self._wall)
 
     def go_astray(self) -> None:
         """Put the wall back."""
@@ -142,10 +157,24 @@ class CudaMemory:
         result would not be plain PyTorch's to the bit.
         """
         wall = self._stands_at
-        if wall >= self._far_wall:
+        allocated, reserved = self._now()
+        if reserved + nbytes + _PIECES_BYTES <= wall or allocated + nbytes + self._ends_bytes() <= wall:
             yield
             return
-        self._stand(self._far_wall)
+        if not self._is_planned:  # later steps have to find their blocks where they were
+            torch.cuda.empty_cache()
+            reserved = self._now()[1]
+        self._stand(max(wall, reserved + nbytes + _PIECES_BYTES))
+        try:
+            yield
+        finally:
+            self._stand(wall)
+
+    @contextmanager
+    def strictly(self) -> Iterator[None]:
+        """Inside nobody gets more than the budget has, whatever it is."""
+        wall = self._stands_at
+        self._stand(min(wall, self._budget))
         try:
             yield
         finally:
@@ -160,12 +189,12 @@ class CudaMemory:
         if self._stretched or allocated + nbytes > self._budget:
             return False
         self._stretched = True
-        self._stand(reserved + nbytes + _ENDS_BYTES)
+        self._stand(max(self._stands_at, reserved + nbytes + _PIECES_BYTES))
         return True
 
     def refusals(self) -> int:
         """How often the allocator refused memory since this was asked last, to libraries that keep quiet too."""
-        before, self._refused = self._refused, self._count("num_ooms")
+        before, self._refused = self._refused, self._counter("num_ooms")
         return self._refused - before
 
     def reserve(self, *, anew: bool) -> None:
@@ -189,9 +218,20 @@ class CudaMemory:
         """Bytes of blocks in use, and of all that the allocator holds."""
         if isinstance(self._ledger.count, AllocatorCount):
             return self._ledger.count.in_all
-        # The nested form is the allocator's own; the flat one takes ten times as long.
-        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        stats = self._stats()
         return int(stats["allocated_bytes"]["all"]["current"]), int(stats["reserved_bytes"]["all"]["current"])
 
-    def _count(self, what: str) -> int:
-        return int(torch.cuda.memory_stats_as_nested_dict(self._device)[what])
+    def _ends_bytes(self) -> int:
+        """What may be left of pieces between blocks in use when the allocator has given its free blocks back."""
+        return _PIECE_BYTES * int(self._stats()["inactive_split"]["large_pool"]["current"])
+
+    def _state(self) -> tuple[int, int]:
+        """How often the allocator gave free blocks back to find room, and what it holds."""
+        return self._counter("num_alloc_retries"), self._now()[1]
+
+    def _counter(self, what: str) -> int:
+        return int(self._stats()[what])
+
+    def _stats(self) -> dict[str, Any]:
+        # The nested form is the allocator's own; the flat one takes ten times as long.
+        return torch.cuda.memory_stats_as_nested_dict(self._device)

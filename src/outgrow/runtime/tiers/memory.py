@@ -15,8 +15,11 @@ class DeviceMemory(Protocol):
     def margin_bytes(self) -> int:
         """What steps leave of the budget where they can, for what comes beside tensors."""
 
-    def begin_step(self, *, again: bool) -> None:
-        """A step begins; `again` says that it is to be as the last one was, in which nothing went wrong."""
+    def begin_step(self, *, planned: bool, again: bool) -> None:
+        """A step begins, by a plan or not; `again`: it is to be as the last one was, in which nothing went wrong."""
+
+    def end_step(self) -> None:
+        """The step is over."""
 
     def go_astray(self) -> None:
         """The step is not as the last one was, or memory ran out."""
@@ -51,6 +54,9 @@ class DeviceMemory(Protocol):
 
     def gate(self, nbytes: int) -> AbstractContextManager[None]:
         """Inside runs an op that adds `nbytes` and does something else where it is refused some of them."""
+
+    def strictly(self) -> AbstractContextManager[None]:
+        """Inside runs an op that adds nobody knows how much: what the budget has no room for is refused."""
 
     def refusals(self) -> int:
         """How often the allocator refused memory to anybody since this was asked last, as far as it counts that."""

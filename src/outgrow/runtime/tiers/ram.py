@@ -39,11 +39,14 @@ class Ram:
         self._memory.open()
         self.make_room(0)
 
-    def begin_step(self, *, again: bool) -> None:
+    def begin_step(self, *, planned: bool, again: bool) -> None:
         """A step begins: the arena, if there is one, keeps what steps fill one after the other."""
         if isinstance(self._memory, Arena):
             self._memory.begin_step()
         self._leave_heap()
+
+    def end_step(self) -> None:
+        """Nothing to do."""
 
     def go_astray(self) -> None:
         """Nothing to do."""
@@ -81,6 +84,10 @@ class Ram:
 
     def gate(self, nbytes: int) -> AbstractContextManager[None]:
         """Nothing to do: what is refused memory on a CPU says so."""
+        return nullcontext()
+
+    def strictly(self) -> AbstractContextManager[None]:
+        """Nothing to do: an allocator of the system's has bounds of its own."""
         return nullcontext()
 
     def refusals(self) -> int:
