@@ -40,7 +40,7 @@ from threading import Lock, Thread
 from typing import Any
 
 import torch
-from cuda_worker import Spec
+from cuda_worker import OFFLOADED_BYTES, Spec
 from environment import environment, write
 
 from outgrow.networks import find
@@ -309,7 +309,9 @@ class Bench:
                 pairs: list[tuple[Worker | None, Worker]] = []
                 for peer in peers:
                     rival = stack.enter_context(Worker(replace(spec, peer=peer))) if peer else None
-                    pairs.append((rival, stack.enter_context(Worker(spec))))
+                    # What a peer sends away, however small, we may as well.
+                    least = OFFLOADED_BYTES if peer == "offload_all" else spec.least_moved_bytes
+                    pairs.append((rival, stack.enter_context(Worker(replace(spec, least_moved_bytes=least)))))
                 cast.append((plain, pairs))
             for plain, pairs in cast:
                 plain.run(2, 60)

@@ -28,6 +28,7 @@ from torch import nn
 import outgrow
 from outgrow.networks import find
 from outgrow.networks.vgg import VGG
+from outgrow.planning.problem import LEAST_MOVED_BYTES
 
 DEVICE = torch.device("cuda", 0)
 
@@ -53,10 +54,15 @@ class Spec:
     channels_last: bool = False
     workspace: str | None = None
     momentum: float = 0.9
+    least_moved_bytes: int = LEAST_MOVED_BYTES
 
     def to_json(self) -> str:
         """For the command line."""
         return json.dumps(asdict(self))
+
+
+# The smallest tensors that torchtune sends to the host.
+OFFLOADED_BYTES = 1024
 
 
 class Offload:
@@ -66,7 +72,7 @@ class Offload:
     two streams, tensors from 1,024 bytes, five in flight on the way out).
     """
 
-    _LEAST_BYTES = 1024
+    _LEAST_BYTES = OFFLOADED_BYTES
     _IN_FLIGHT = 5
 
     def __init__(self) -> None:
@@ -140,6 +146,7 @@ class Job:
             spill_dir=tempfile.gettempdir(),
             allow_tmpfs=True,
             workspace=spec.workspace,
+            least_moved_bytes=spec.least_moved_bytes,
         )
         torch.cuda.reset_peak_memory_stats()
         return {"budget": budget}
