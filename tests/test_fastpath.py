@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import outgrow
 from conftest import RunChild
 from outgrow.runtime import fastpath
+from outgrow.runtime.calls import Calls
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.tiers.arena import find_arena
+from outgrow.runtime.tiers.ram import Ram
 from steps import ParkAll, RecomputeAll, Training, budget_for, digest, momentum, train_in_session, train_plain
 
 MIB = 1 << 20
@@ -211,6 +213,36 @@ def test_without_a_compiler_all_is_the_same(monkeypatch: pytest.MonkeyPatch, pas
 
 
 # --- what must not pass ---
+
+
+def test_ops_that_a_library_may_run_in_another_way_pass_only_where_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, passed: list[int]
+) -> None:
+    """Convolutions on a GPU; here, activations stand in for them."""
+    gelus = 2 * LAYERS  # forward and backward
+    monkeypatch.setattr(Calls, "wants_gate", lambda calls, facts: "gelu" in facts.name)
+    most = []
+    for is_open in (True, False):
+        monkeypatch.setattr(Ram, "is_open", is_open)
+        assert_equal_and_inside(chain())
+        most.append(max(passed[-3:]))
+    assert most[0] == most[1] + gelus
+
+
+def test_after_a_page_fault_gated_ops_need_care(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Calls, "wants_gate", lambda calls, facts: "gelu" in facts.name)
+    training = chain()()
+    opened: list[int] = []
+    with outgrow.Session(training.models, training.optimizers, budget=budget_for(chain(), 0.75)) as session:
+        for k in range(STEPS):
+            with session.step():
+                opened.append(session._pool.fast_path._state.open)
+                if k == STEPS - 1:
+                    monkeypatch.setattr(session._pool, "evict", lambda nbytes: True)
+                    session._pool.page_fault(MemoryError("can't allocate memory"), 0, "a test")
+                    assert session._pool.fast_path._state.open == 0
+                training.run(k)
+    assert all(opened)
 
 
 @pytest.mark.parametrize("policy", ["vdnn-all", "lru"])
