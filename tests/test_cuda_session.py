@@ -24,11 +24,12 @@ from outgrow.planning.releases import with_releases
 from outgrow.runtime.backend import Backend
 from outgrow.runtime.clock import DeviceClock, StepTimes
 from outgrow.runtime.copies.cuda import CudaCopies
-from outgrow.runtime.executor import Executor, _Watch
+from outgrow.runtime.executor import Executor
 from outgrow.runtime.tiers import host
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.host import HostTier
 from outgrow.runtime.tiers.ram import Ram
+from outgrow.runtime.watch import Watch
 from outgrow.tracing.ledger import Ledger
 from steps import Make, RecomputeAll, Result, budget_for, train_in_session, train_plain
 
@@ -147,7 +148,7 @@ def test_a_backward_pass_on_another_thread_leaves_nothing_behind(fakes: Callable
 
     def elsewhere(function: Callable[[], object], session: outgrow.Session | None) -> None:
         """Autograd takes the modes of the thread that asks along to its own."""
-        mode = nullcontext() if session is None else _Watch(session._executor, session._executor._table)
+        mode = nullcontext() if session is None else Watch(session._executor, session._executor._table)
         failures: list[BaseException] = []
 
         def run() -> None:

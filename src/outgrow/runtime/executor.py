@@ -18,9 +18,6 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._compile import _disable_dynamo
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
@@ -40,6 +37,7 @@ from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Recomputer, Verdicts
 from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.tiers.memory import DeviceMemory
+from outgrow.runtime.watch import Watch
 from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
@@ -51,7 +49,6 @@ _LOG = logging.getLogger(__name__)
 _LARGE_RISE_BYTES = 256 << 10
 # Where ops are not watched, the resident set is looked at every so many saved tensors.
 _PACKS_PER_LOOK = 8
-_DETACH = torch.ops.aten.detach.default
 
 
 class Executor:
@@ -157,7 +154,7 @@ class Executor:
             stack.enter_context(self._convolutions.flags())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             if watch:
-                stack.enter_context(_Watch(self, self._table))
+                stack.enter_context(Watch(self, self._table))
             if self._parking.on:
                 stack.enter_context(Access(self._parking))
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
@@ -433,7 +430,7 @@ class Executor:
         if self._watched or self._stack is None or in_backward or _len_torch_dispatch_stack() != self._modes:
             return
         self._watched = True
-        self._stack.enter_context(_Watch(self, self._table))
+        self._stack.enter_context(Watch(self, self._table))
 
     # --- the ops ---
 
@@ -581,55 +578,6 @@ class Executor:
         if self._ledger.live_bytes + certain > self._budget:
             where = self._where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
             raise self._too_small(self._ledger.live_bytes + certain, where)
-
-
-class _Watch(TorchDispatchMode):
-    """Shows the executor each op before it runs.
-
-    PyTorch wraps a mode so that its compiler never looks into it. That takes a microsecond for each op, and more with
-    cold caches, so this one has the wrapper around `_beside_compiler` alone, for ops that compiled code calls.
-    """
-
-    def __init__(self, executor: Executor, table: OpTable) -> None:
-        super().__init__()
-        # Here, as it takes a second and an optimizer has done it already.
-        from torch._dynamo.decorators import skip
-
-        skip(_Watch.__torch_dispatch__)
-        self._executor = executor
-        self._table = table
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Autograd shows a mode each saved tensor that it takes up again. One in two calls is such a one.
-        if func is _DETACH and self._executor.pass_detached():
-            return args[0].detach()
-        show = self._beside_compiler if get_eval_frame_callback() else self._show
-        return show(func, args, kwargs or {})
-
-    @_disable_dynamo
-    def _beside_compiler(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._show(func, args, kwargs)
-
-    def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._executor.parks:
-            return self._run(func, args, kwargs)
-        with torch._C.DisableTorchFunction():
-            return self._run(func, args, kwargs)
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        facts = self._table[func]
-        if facts.is_bookkeeping:
-            return func(*args, **kwargs)
-        if facts.is_view and not self._executor.records:
-            self._executor.pass_view(args, kwargs)
-            return func(*args, **kwargs)
-        return self._executor.run(func, facts, args, kwargs)
 
 
 def _is_of_reducer() -> bool:

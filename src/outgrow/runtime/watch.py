@@ -1,0 +1,84 @@
+"""The dispatch mode of a session: it shows the executor each op before it runs."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outgrow.tracing.ops import OpFacts, OpTable
+
+_DETACH = torch.ops.aten.detach.default
+
+
+class Watcher(Protocol):
+    """Who is shown the ops."""
+
+    @property
+    def parks(self) -> bool:
+        """Whether Python functions are watched, ours too if nobody looks away."""
+
+    @property
+    def records(self) -> bool:
+        """Whether a recorder wants to see every op, views too."""
+
+    def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A view will be made."""
+
+    def pass_detached(self) -> bool:
+        """The same for `detach`, if nobody wants to see it; False if somebody does."""
+
+    def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op, and give its result."""
+
+
+class Watch(TorchDispatchMode):
+    """Shows each op to whoever runs it.
+
+    PyTorch wraps a mode so that its compiler never looks into it. That takes a microsecond for each op, and more with
+    cold caches, so this one has the wrapper around `_beside_compiler` alone, for ops that compiled code calls.
+    """
+
+    def __init__(self, executor: Watcher, table: OpTable) -> None:
+        super().__init__()
+        # Here, as it takes a second and an optimizer has done it already.
+        from torch._dynamo.decorators import skip
+
+        skip(Watch.__torch_dispatch__)
+        self._executor = executor
+        self._table = table
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Autograd shows a mode each saved tensor that it takes up again. One in two calls is such a one.
+        if func is _DETACH and self._executor.pass_detached():
+            return args[0].detach()
+        show = self._beside_compiler if get_eval_frame_callback() else self._show
+        return show(func, args, kwargs or {})
+
+    @_disable_dynamo
+    def _beside_compiler(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._show(func, args, kwargs)
+
+    def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._executor.parks:
+            return self._run(func, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        facts = self._table[func]
+        if facts.is_bookkeeping:
+            return func(*args, **kwargs)
+        if facts.is_view and not self._executor.records:
+            self._executor.pass_view(args, kwargs)
+            return func(*args, **kwargs)
+        return self._executor.run(func, facts, args, kwargs)
