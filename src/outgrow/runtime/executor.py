@@ -142,8 +142,9 @@ class Executor:
         self._ledger.on_death = recorder.died if recorder is not None else None
         last, self._last = self._last, None
         again = plan is not None and last is not None and last.moves_as(plan) and recorder is None
-        # A search for an algorithm takes what it is not refused.
-        self._memory.begin_step(planned=plan is not None, again=again and not self._convolutions.searches)
+        # Where nobody watches, nobody makes room; and a search for an algorithm takes what it is not refused.
+        may_open = again and watch and not self._convolutions.searches
+        self._memory.begin_step(planned=plan is not None, again=may_open)
         if self._is_counted:
             self._memory.count(self._budget)
             self._calls.begin()
