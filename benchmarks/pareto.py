@@ -5,8 +5,9 @@
 Each peer trains in turns with plain PyTorch and with Outgrow at a budget of just the peak that was measured for the
 peer; and Outgrow trains at shares of the plain peak. Figures are ratios of medians of steps that took turns. An
 open session keeps large blocks on glibc's heap, which makes plain PyTorch faster as well: so plain runs both as it
-comes and with its heap kept, and peers as they come or with their heap kept (`--heap`). Writes JSON and a plot for
-each network.
+comes and with its heap kept, and peers as they come or with their heap kept (`--heap`). Which pages a process was
+given makes it some percent faster or slower than its like for as long as it lives: more rounds do not even that out,
+but more processes do (`--processes`). Writes JSON and a plot for each network.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Bench:
     def __init__(self, options: Options, given: argparse.Namespace) -> None:
         self.options = options
         self._rounds, self._steps, self._limit = given.rounds, given.steps, given.limit
+        self._processes = given.processes
         self._peer_environment = HEAP_KEPT if given.heap == "kept" else {}
         self._policy = given.policy
         self.plain = Setup(PLAIN, options)
@@ -148,7 +150,11 @@ class Bench:
 
     def _run(self, setups: Sequence[Setup]) -> dict[str, Run]:
         everybody = [self.plain, self.plain_kept, *setups]
-        runs = interleave(everybody, self._rounds, self._steps, limit_seconds=self._limit)
+        lives = [
+            interleave(everybody, self._rounds, self._steps, limit_seconds=self._limit)
+            for _ in range(self._processes)
+        ]
+        runs = {setup.name: _together([life[setup.name] for life in lives]) for setup in everybody}
         for name in (PLAIN, PLAIN_KEPT):
             failure = runs[name].failure
             if failure is not None:
@@ -207,6 +213,19 @@ class Bench:
 
     def _say(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {self.options.network}: {text}", flush=True)
+
+
+def _together(lives: Sequence[Run]) -> Run:
+    """One set-up in several processes, one after the other: all its measured steps.
+
+    Its losses are the same in each; where they are not, those that stand out.
+    """
+    first = lives[0]
+    failed = next((life for life in lives if life.failure is not None), None)
+    if failed is not None:
+        return failed
+    losses = next((life.losses for life in lives if life.losses != first.losses), first.losses)
+    return replace(first, rows=tuple(row for life in lives for row in life.rows), losses=losses)
 
 
 def _against(run: Run, runs: Mapping[str, Run]) -> Against:
@@ -278,6 +297,7 @@ def run(name: str, given: argparse.Namespace) -> None:
             "heap_of_peers": given.heap,
             "rounds": given.rounds,
             "steps_a_turn": given.steps,
+            "processes": given.processes,
             "plain_peak_bytes": bench.plain_peak,
             "peers": [asdict(rival) for rival in rivals],
             "curve": [asdict(point) for point in curve],
@@ -310,6 +330,7 @@ def main() -> None:
     parser.add_argument("--policy", default="auto", help="Outgrow's policy")
     parser.add_argument("--rounds", type=int, default=4, help="how often all take turns")
     parser.add_argument("--steps", type=int, default=1, help="measured steps of a turn")
+    parser.add_argument("--processes", type=int, default=1, help="how often all of that is done in new processes")
     parser.add_argument("--shares", type=float, nargs="+", default=_SHARES, help="budgets over the plain peak")
     parser.add_argument("--compile-ratios", type=float, nargs="*", default=_COMPILE_RATIOS)
     parser.add_argument("--limit", type=float, default=_LIMIT_SECONDS, help="seconds that one step may take at most")

@@ -2,12 +2,14 @@
 
     python benchmarks/tuning.py --output benchmarks/results/cpu-tuning.json
 
-For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Then five sizes that
-are named here take turns for long enough to say how right the predictions were on a machine whose speed wavers. All
-sizes that fit, powers of two and one and a half times those, up to --max-batch, train in processes of their own that
-take turns of a few steps, or of some seconds where steps are short. What comes within a tenth of the best races once
-more, in new processes and shorter turns: the best of many sizes was also the luckiest, and three turns say little
-where speeds waver by a tenth.
+For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Five sizes that are
+named here then take turns, to say how right its predictions were. A machine's speed wavers by a tenth from one
+minute to the next, so that a tuning and turns that follow it may each fall into a time of its own: tunings and turns
+alternate some times, and the median prediction is held against all turns. The first tuning's answer is judged.
+All sizes that fit, powers of two and one and a half times those, up to --max-batch, train in processes of their own
+that take turns of a few steps, or of some seconds where steps are short. What comes within a tenth of the best races
+once more, in new processes and shorter turns: the best of many sizes was also the luckiest, and three turns say
+little where speeds waver by a tenth.
 The best of that final and the tuner's choice, where they differ, then meet alone: the best of some noisy figures is
 again the luckiest of them, and only turns that did not choose it say by how much it is ahead.
 Compared are what the tuner predicted of each size with what is measured now, the throughput of its choice with the
@@ -21,7 +23,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -84,17 +86,20 @@ class Size:
 
 @dataclass(frozen=True)
 class Named:
-    """One of the named batches: samples per second as predicted, and in each turn."""
+    """One of the named batches: samples per second as each tuning predicted, and in each turn.
+
+    `foretold` says that no tuning had run it before it made its predictions.
+    """
 
     batch: int
     foretold: bool
-    predicted: float
+    predicted: tuple[float, ...]
     turns: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured; measured is what all turns come to."""
-        return self.predicted / harmonic_mean(self.turns)
+        """Predicted over measured: the median prediction, and what all turns come to."""
+        return median(self.predicted) / harmonic_mean(self.turns)
 
 
 @dataclass(frozen=True)
@@ -194,10 +199,8 @@ def _turns(name: str, batches: Sequence[int], rounds: int) -> dict[int, tuple[fl
 def _measure(name: str, given: argparse.Namespace, device: Hardware) -> Result:
     image_size, budget = _NETWORKS[name]
     options = Options(name, image_size=image_size, budget=budget)
-    limit = ("--max-batch", str(given.max_batch))
-    answer = _command("tune", options, "--objective", "throughput", "--noise-scale", "1000", *limit)
-    predicted = {item["batch_size"]: item for item in answer["candidates"] if item["accumulation"] == 1}
-    named = _named(name, predicted, given.named_rounds)
+    answer, named = _tunings(name, options, given)
+    predicted = _in_one_pass(answer)
     batches = [batch for batch in sizes_between(1, answer["largest_batch"]) if batch in predicted]
     setups = [Setup(str(batch), replace(options, batch=batch, data="synthetic")) for batch in batches]
     steps = {str(batch): _steps_of_a_turn(predicted[batch]["predicted_step_seconds"]) for batch in batches}
@@ -252,28 +255,54 @@ def _measure(name: str, given: argparse.Namespace, device: Hardware) -> Result:
     )
 
 
-def _named(name: str, predicted: Mapping[int, Mapping[str, Any]], rounds: int) -> tuple[Named, ...]:
+def _tunings(name: str, options: Options, given: argparse.Namespace) -> tuple[dict[str, Any], tuple[Named, ...]]:
+    """The first tuning's answer, and how right all were of the named batches, which take turns after each of them."""
+    answers: list[dict[str, Any]] = []
+    turns: dict[int, list[float]] = {batch: [] for batch in _NAMED[name]}
+    for _ in range(given.tunings):
+        answers.append(
+            _command(
+                "tune",
+                options,
+                *("--objective", "throughput", "--noise-scale", "1000", "--max-batch", str(given.max_batch)),
+            )
+        )
+        for batch, speeds in _named_turns(name, _in_one_pass(answers[-1]), ceil(given.named_rounds / given.tunings)):
+            turns[batch] += speeds
+    of_each = [_in_one_pass(answer) for answer in answers]
+    named = tuple(
+        Named(
+            batch,
+            all(predicted[batch]["foretold"] for predicted in of_each),
+            tuple(predicted[batch]["predicted_samples_per_second"] for predicted in of_each),
+            tuple(speeds),
+        )
+        for batch, speeds in turns.items()
+    )
+    return answers[0], named
+
+
+def _in_one_pass(answer: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """The candidates that do not accumulate, by their batch."""
+    return {item["batch_size"]: item for item in answer["candidates"] if item["accumulation"] == 1}
+
+
+def _named_turns(
+    name: str, predicted: Mapping[int, Mapping[str, Any]], rounds: int
+) -> Iterator[tuple[int, list[float]]]:
+    """Each named batch, and its samples per second in so many turns."""
     image_size, budget = _NETWORKS[name]
     options = Options(name, image_size=image_size, budget=budget, data="synthetic")
     setups = [Setup(str(batch), replace(options, batch=batch)) for batch in _NAMED[name]]
     steps = {str(batch): _steps_of_a_turn(predicted[batch]["predicted_step_seconds"]) for batch in _NAMED[name]}
     runs = interleave(setups, rounds, steps)
-    found: list[Named] = []
     for batch in _NAMED[name]:
         run = runs[str(batch)]
         if run.failure is not None:
             raise SetupFailed(str(batch), run.failure)
         each = steps[str(batch)]
         seconds = [[row.seconds for row in run.rows[turn * each + 1 : (turn + 1) * each]] for turn in range(rounds)]
-        found.append(
-            Named(
-                batch,
-                predicted[batch]["foretold"],
-                predicted[batch]["predicted_samples_per_second"],
-                tuple(batch / median(turn) for turn in seconds),
-            )
-        )
-    return tuple(found)
+        yield batch, [batch / median(turn) for turn in seconds]
 
 
 def _steps_of_a_turn(step_seconds: float) -> int:
@@ -319,7 +348,8 @@ def _final_in_words(final: Final, chosen: int) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", action="append", choices=list(_NETWORKS), help="only this one; may be repeated")
-    parser.add_argument("--named-rounds", type=int, default=10, help="turns of each of the five named batches")
+    parser.add_argument("--tunings", type=int, default=3, help="how often the tuner looks")
+    parser.add_argument("--named-rounds", type=int, default=12, help="turns of each named batch, in all")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each batch")
     parser.add_argument("--final-rounds", type=int, default=6, help="turns in the final, of two steps, one counts")
     parser.add_argument("--duel-rounds", type=int, default=12, help="turns of the two that meet at the end, alike")

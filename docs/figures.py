@@ -244,6 +244,7 @@ def _pareto(figures: Figures, only: str) -> str:
     parts = [
         f"python benchmarks/pareto.py --only {only} --network {figures['network']} --batch {figures['batch']}",
         f"--image-size {figures['image_size']} --rounds {figures['rounds']} --steps {figures['steps_a_turn']}",
+        f"--processes {figures['processes']}" if figures.get("processes", 1) > 1 else "",
         "--channels-last" if figures["channels_last"] else "",
         "" if momentum is None else f"--momentum {momentum}",
         f"--shares {' '.join(shares)}" if only == "curve" else f"--compile-ratios {' '.join(compiled)}".strip(),
