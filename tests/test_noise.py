@@ -88,6 +88,38 @@ def test_steps_of_one_pass_tell_it_while_the_optimizer_is_held(clip: float | Non
     assert not any(map(torch.equal, before, after)), "the optimizer steps again"
 
 
+def test_a_program_may_clear_gradients_by_its_model() -> None:
+    model = Known()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(3)
+    noise = outgrow.GradientNoise(optimizer, batch_size=BATCH)
+    with noise.held(model):
+        for _ in range(400):
+            model.zero_grad()
+            model(samples(BATCH, generator)).backward()
+            optimizer.step()
+    assert_is_known(noise.scale)
+    model.one.grad = torch.ones_like(model.one)
+    model.zero_grad()
+    assert model.one.grad is None, "the model clears gradients again"
+
+
+def test_what_clears_gradients_otherwise_is_told_so() -> None:
+    model = Known()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noise = outgrow.GradientNoise(optimizer, batch_size=BATCH)
+
+    def pass_that_clears() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(torch.ones(BATCH, SIZE)).backward()
+
+    with noise.held():
+        pass_that_clears()
+        with pytest.raises(outgrow.TuningError, match="cleared between two backward passes"):
+            pass_that_clears()
+
+
 def test_a_step_of_one_pass_tells_nothing() -> None:
     optimizer, step = step_of(passes=1)
     noise = outgrow.GradientNoise(optimizer, batch_size=BATCH)

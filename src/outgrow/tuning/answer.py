@@ -97,7 +97,8 @@ class Tuning:
         warmup_steps: steps over which the rates climb from the base ones.
         noise: what gradients showed; None if they were not asked.
         noise_samples: the noise scale that was reckoned with, in samples; infinite if there was none.
-        largest_batch: the largest batch that keeps inside the budget, by its plan, without accumulation.
+        largest_batch: the largest batch that was looked at and keeps inside the budget, by its plan, without
+            accumulation.
         plan: of the chosen candidate's step, as it was measured: for `Session(plan=...)`.
         candidates: all that were looked at, the smallest batch first.
     """

@@ -6,9 +6,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from outgrow.errors import OutgrowError, TuningError
+from outgrow.runtime.faults import is_out_of_memory
 from outgrow.tracing.capture import TrainingStep, as_sequence, trace
 from outgrow.tracing.ir import Trace
 from outgrow.tuning.noise import parameters_of
@@ -40,15 +39,20 @@ class Builder:
         """
         try:
             made = self._make_step(batch) if accumulation == 1 else self._make_step(batch, accumulation=accumulation)
-        except (OutgrowError, MemoryError, torch.OutOfMemoryError):
+        except OutgrowError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise TuningError(f"make_step({batch}) failed: {error!r}") from error
         if not isinstance(made, TrainingStep):
             raise TuningError(f"make_step({batch}) gave {type(made).__name__}: it must give an outgrow.TrainingStep")
         optimizers = as_sequence(made.optimizer)
         if not optimizers:
             raise TuningError("make_step gives no optimizer: there is no learning rate to tune")
+        elsewhere = sorted({item.device.type for item in parameters_of(optimizers)} - {"cpu"})
+        if elsewhere:
+            raise TuningError(f"the model is on {elsewhere[0]}: batches are tuned on the CPU alone so far")
         if not any(item.requires_grad for item in parameters_of(optimizers)):
             raise TuningError("the optimizer has no parameter that is trained: there is nothing to tune")
         return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outgrow.cost.hardware import Hardware
@@ -26,15 +26,24 @@ class Sample:
         """Whether the real step was made of the ops of this trace, and of the one that was estimated for it."""
         return _calls(self.estimated) == _calls(self.measured) == _calls(estimated)
 
+    def of_ops(self) -> Iterator[tuple[float, float]]:
+        """Of each op the seconds that were estimated, and those that were measured."""
+        pairs = zip(self.estimated.ops, self.measured.ops, strict=True)
+        return ((guess.seconds, true.seconds) for guess, true in pairs)
+
+    def of_step(self) -> tuple[float, float]:
+        """The same of the step."""
+        return self.estimated.seconds, self.measured.seconds
+
 
 class Calibration:
     """What real steps at a few batches say of all others.
 
-    Between two measured batches an op's time and workspace lie on the line through what was measured, over what was
-    estimated: kernels take some time however few samples there are, and then so much a sample. Beyond them an op
-    takes as many times its estimate as at the nearest; where the ops of a real step are not the estimated ones, all
-    this holds for the step as a whole. Of times, steps whose plans move something tell of such steps, and others of
-    others, as far as there are both.
+    An op's time lies on the line through what was measured over what was estimated, at the two batches around or,
+    beyond all of them, at the two nearest: kernels take some time however few samples there are, and then so much a
+    sample. Its workspace lies on such a line between two batches, and beyond them it is no less than the nearest's.
+    Where the ops of a real step are not the estimated ones, all this holds for the step as a whole. Of times, steps
+    whose plans move something tell of such steps, and others of others, as far as there are both.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -69,22 +78,19 @@ class Calibration:
         such = [item for item in self._samples if item.moves == moves] or self._samples
         if not such:
             return estimated
-        below, above = _neighbours(such, batch)
-        fits = below.is_of(estimated) and above.is_of(estimated)
-
-        def took(index: int, seconds: float) -> float:
-            (low_guess, low), (high_guess, high) = (_times(item, index if fits else None) for item in (below, above))
-            if not fits:  # of the whole step
-                return seconds * _on_line(batch, (below.batch, low / low_guess), (above.batch, high / high_guess))
-            if below.batch <= batch <= above.batch:
-                if low_guess < high_guess:
-                    return _on_line(seconds, (low_guess, low), (high_guess, high))
-                return _on_line(batch, (below.batch, low), (above.batch, high))
-            near_guess, near = (low_guess, low) if batch < below.batch else (high_guess, high)
-            return near * seconds / near_guess if near_guess > 0 else near
-
+        low, high = _nearest(such, batch)
+        if low.is_of(estimated) and high.is_of(estimated):
+            pairs = zip(estimated.ops, low.of_ops(), high.of_ops(), strict=True)
+            seconds = [
+                _took(batch, op.seconds, (low.batch, *first), (high.batch, *last)) for op, first, last in pairs
+            ]
+        else:  # of the whole step
+            first, last = low.of_step(), high.of_step()
+            whole = estimated.seconds
+            pace = _took(batch, whole, (low.batch, *first), (high.batch, *last)) / whole
+            seconds = [op.seconds * pace for op in estimated.ops]
         # Its numbers are as good as measured ones: nobody shall estimate them anew.
-        ops = tuple(replace(op, seconds=took(index, op.seconds)) for index, op in enumerate(estimated.ops))
+        ops = tuple(replace(op, seconds=own) for op, own in zip(estimated.ops, seconds, strict=True))
         return replace(estimated, ops=ops, measured=True)
 
 
@@ -94,11 +100,23 @@ def _neighbours(samples: Sequence[Sample], batch: int) -> tuple[Sample, Sample]:
     return samples[max(0, place - 1)], samples[min(place, len(samples) - 1)]
 
 
-def _times(sample: Sample, index: int | None) -> tuple[float, float]:
-    """Of an op, or of the step: the time that was estimated, and the one that was measured; in seconds."""
-    if index is None:
-        return sample.estimated.seconds, sample.measured.seconds
-    return sample.estimated.ops[index].seconds, sample.measured.ops[index].seconds
+def _nearest(samples: Sequence[Sample], batch: int) -> tuple[Sample, Sample]:
+    """The measured batches on both sides; beyond them all the two nearest; of a single one that, twice."""
+    place = bisect_left([item.batch for item in samples], batch)
+    first = max(0, min(place - 1, len(samples) - 2))
+    return samples[first], samples[min(first + 1, len(samples) - 1)]
+
+
+def _took(batch: int, estimated: float, low: tuple[int, float, float], high: tuple[int, float, float]) -> float:
+    """Seconds to expect of what is `estimated` to take some, from two batches: each with estimate and measurement."""
+    (first, low_guess, low_seconds), (last, high_guess, high_seconds) = low, high
+    is_inside = first <= batch <= last
+    if low_guess < high_guess and (is_inside or low_seconds <= high_seconds):
+        return max(0.0, _on_line(estimated, (low_guess, low_seconds), (high_guess, high_seconds)))
+    if is_inside:
+        return _on_line(batch, (first, low_seconds), (last, high_seconds))
+    near_guess, near = (low_guess, low_seconds) if batch < first else (high_guess, high_seconds)
+    return near * estimated / near_guess if near_guess > 0 else near
 
 
 def _on_line(where: float, low: tuple[float, float], high: tuple[float, float]) -> float:

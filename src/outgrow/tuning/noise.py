@@ -8,7 +8,7 @@ are accumulated or averaged over processes: so no second copy of them is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -138,27 +138,34 @@ class GradientNoise:
         self._hooks.clear()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, *models: torch.nn.Module) -> Iterator[None]:
         """Inside, the optimizers neither step nor clear gradients: passes add up, and parameters stay as they are.
 
-        When it ends, all passes make one measurement, and the gradients are cleared.
+        Nor do `models`, for programs that clear gradients by a model's `zero_grad`. When it ends, all passes make one
+        measurement, and the gradients are cleared.
+
+        Raises:
+            TuningError: something else cleared the gradients between two passes.
         """
         for each in self._optimizers:
             each.zero_grad()
         self._forget_passes()
         self._held = True
-        were = [(each, each.__dict__.get("step"), each.__dict__.get("zero_grad")) for each in self._optimizers]
-        for each in self._optimizers:
-            each.__dict__["step"] = self._in_place_of_a_step
-            each.__dict__["zero_grad"] = _do_nothing
+        instead: list[tuple[Any, str, Callable[..., None]]] = [
+            *((each, "step", self._in_place_of_a_step) for each in self._optimizers),
+            *((each, "zero_grad", _do_nothing) for each in (*self._optimizers, *models)),
+        ]
+        were = [(each, name, each.__dict__.get(name)) for each, name, _ in instead]
+        for each, name, function in instead:
+            each.__dict__[name] = function
         try:
             yield
             self._measure()
         finally:
             self._held = False
-            for each, step, zero_grad in were:
-                _put_back(each, "step", step)
-                _put_back(each, "zero_grad", zero_grad)
+            for each, name, was in were:
+                _put_back(each, name, was)
+            for each in self._optimizers:
                 each.zero_grad()
             self._forget_passes()
 
@@ -172,6 +179,11 @@ class GradientNoise:
     def _seen(self, number: int, gradient: Tensor) -> None:
         """A parameter's gradient of one backward pass, before it is added to the others."""
         index = self._passes[number]
+        if self._held and index > 0 and self._parameters[number].grad is None:
+            raise TuningError(
+                "gradients were cleared between two backward passes, so their noise cannot be measured: clear them"
+                " by the optimizer's or the model's zero_grad(), or give noise_scale="
+            )
         self._passes[number] += 1
         if index == len(self._squares):
             self._squares.append([])
@@ -240,8 +252,8 @@ def _do_nothing(*_: object, **__: object) -> None:
     return None
 
 
-def _put_back(optimizer: torch.optim.Optimizer, name: str, was: object) -> None:
+def _put_back(owner: object, name: str, was: object) -> None:
     if was is None:
-        del optimizer.__dict__[name]
+        del owner.__dict__[name]
     else:
-        optimizer.__dict__[name] = was
+        owner.__dict__[name] = was

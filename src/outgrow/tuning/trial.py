@@ -49,11 +49,13 @@ class Trial:
 
     Attributes:
         runs: of each run the median of the steps under the plan, in seconds.
+        stalls: of each run the median time for which these waited for copies, in seconds.
         peak_bytes: the highest of all steps, the first ones too.
         plan: what the last step followed, with the trace and the device as they were measured.
     """
 
     runs: tuple[float, ...]
+    stalls: tuple[float, ...]
     peak_bytes: int
     plan: Plan
 
@@ -65,13 +67,19 @@ class Trial:
     def after(self, earlier: Trial) -> Trial:
         """What all runs of a candidate took, and their highest peak."""
         peak = max(earlier.peak_bytes, self.peak_bytes)
-        return replace(self, runs=(*earlier.runs, *self.runs), peak_bytes=peak)
+        runs, stalls = (*earlier.runs, *self.runs), (*earlier.stalls, *self.stalls)
+        return replace(self, runs=runs, stalls=stalls, peak_bytes=peak)
 
     @property
     def trace(self) -> Trace:
         """The step as it was recorded, at the pace of the steps that came after."""
         recorded = self.plan.problem.trace
-        pace = self.step_seconds / self.plan.simulate().step_seconds
+        prediction = self.plan.simulate()
+        took, foretold = self.step_seconds, prediction.step_seconds
+        stalled, foretold_stall = fmean(self.stalls), prediction.stall_seconds
+        if stalled < took and foretold_stall < foretold:  # a disk does not wait longer because ops take longer
+            took, foretold = took - stalled, foretold - foretold_stall
+        pace = took / foretold
         return recorded.with_ops([replace(op, seconds=op.seconds * pace) for op in recorded.ops])
 
 
@@ -103,18 +111,22 @@ def run_trial(
     """
     made = make()
     seconds: list[float] = []
-    with terms.open(made, plan) as session:
-        for _ in range(_WARM_UP_STEPS):
-            run_step(made, session)
-        while len(seconds) < steps or (sum(seconds) < _LEAST_SECONDS and len(seconds) < _MOST_TIMES * steps):
-            seconds.append(run_step(made, session))
-            if len(seconds) <= steps:
-                on_step()
-        plan = session.plan
-        peak = session.peak_bytes
-        if afterwards is not None:
-            afterwards(made, session)
+    stalls: list[float] = []
+    try:
+        with terms.open(made, plan) as session:
+            for _ in range(_WARM_UP_STEPS):
+                run_step(made, session)
+            while len(seconds) < steps or (sum(seconds) < _LEAST_SECONDS and len(seconds) < _MOST_TIMES * steps):
+                seconds.append(run_step(made, session))
+                stalls.append(session.summary().stall_seconds)
+                if len(seconds) <= steps:
+                    on_step()
+            plan = session.plan
+            peak = session.peak_bytes
+            if afterwards is not None:
+                afterwards(made, session)
+    finally:
+        del made
+        gc.collect()  # models hold themselves in cycles, and the next one needs the room
     assert plan is not None, "every step that was recorded has a plan"
-    del made
-    gc.collect()  # models hold themselves in cycles, and the next one needs the room
-    return Trial((median(seconds),), peak, plan)
+    return Trial((median(seconds),), (median(stalls),), peak, plan)

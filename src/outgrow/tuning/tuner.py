@@ -7,9 +7,11 @@ right, `auto` plans each candidate from those, and gradients show what more samp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Literal, get_args
@@ -26,8 +28,9 @@ from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find
 from outgrow.planning.problem import Problem
 from outgrow.progress import counting_bar
+from outgrow.runtime.faults import is_out_of_memory
 from outgrow.session import Session
-from outgrow.tracing.capture import TrainingStep
+from outgrow.tracing.capture import TrainingStep, as_sequence
 from outgrow.tracing.ir import Kind, Phase, Trace
 from outgrow.tracing.liveness import plain_profile
 from outgrow.tuning.answer import Candidate, Tuning
@@ -40,6 +43,8 @@ from outgrow.tuning.scaling import StepFamily
 from outgrow.tuning.trial import Terms, Trial, run_step, run_trial
 from outgrow.units import parse_bytes
 
+_LOG = logging.getLogger(__name__)
+
 Objective = Literal["goodput", "throughput"]
 
 # Gradients say little of the training before it has begun: so many steps are trained first, and then so many backward
@@ -51,6 +56,10 @@ _RUNS_OF_THE_BEST = 2  # and the mean of both counts
 _ROUNDS = 3
 # Predictions are right to a tenth: what is foretold to be worth this share of the best may be better.
 _CLOSE = 0.9
+# No line is drawn over a wider gap between batches than this times the smaller one, if there is one in between.
+_WIDEST_GAP = 4
+# The largest batch that predictions rest on, over the base batch: still larger ones take long, and lie on its line.
+_FURTHEST = 4
 
 
 def tune(
@@ -153,6 +162,22 @@ def sizes_between(least: int, most: int) -> list[int]:
     return sorted(size for size in found if least <= size <= most)
 
 
+def _without_frames(error: Exception) -> Exception:
+    """An error without what its frames hold, which is the model and its graph."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _middles(chosen: Sequence[int], sizes: Sequence[int]) -> set[int]:
+    """Of all sizes those in the middle, by ratio, of gaps between the chosen ones that are too wide."""
+    found: set[int] = set()
+    for low, high in pairwise(chosen):
+        if high > _WIDEST_GAP * low:
+            between = [size for size in sizes if low < size < high]
+            found |= {*sorted(between, key=lambda size: abs(size * size - low * high) / size)[:1]}
+    return found
+
+
 @dataclass(frozen=True)
 class _Reporter:
     """Says what is done now. The whole is what is known to be left, and grows when more is."""
@@ -204,7 +229,7 @@ class _Search:
         self._trials: dict[tuple[int, int], Trial] = {}
         self._predicted: dict[tuple[int, int], Candidate] = {}  # of what was run later, as predicted before
         self._failed: set[tuple[int, int]] = set()
-        self._failures: list[BudgetTooSmall] = []
+        self._failures: list[Exception] = []
 
     # --- the parts of a search, in order ---
 
@@ -259,16 +284,18 @@ class _Search:
             self._reporter.advance()
 
     def _ends(self, sizes: Sequence[int]) -> list[int]:
-        """What to run beside the base batch: the smallest that is kept whole, and the smallest that is not.
+        """What to run beside the base batch: the ends of what is kept whole, and of what is not.
 
-        And of those that are kept, where the base batch is not, the largest: it is as near to that as they come.
+        The two smallest that are kept: one sample runs other kernels than two. The smallest that is not, and one that
+        is some times the base batch. And in the middle of what would be a wide gap.
         """
         run = {batch for batch, _ in self._trials}
-        kept = [size for size in sizes if not self._moves(size)]
-        moved = [size for size in sizes if self._moves(size)]
-        wanted = {*kept[:1], *moved[:1]}
-        if run.intersection(moved):
-            wanted |= {*kept[-1:]}
+        furthest = _FURTHEST * max(run)
+        kept = [size for size in sizes if not self._moves(size) and size <= furthest]
+        moved = [size for size in sizes if self._moves(size) and size <= furthest]
+        wanted = {*kept[:2], *kept[-1:], *moved[:1], *moved[-1:], *run}
+        for such in (kept, moved):
+            wanted |= _middles([size for size in such if size in wanted], such)
         return sorted(wanted - run)
 
     def run_best(self, trials: int) -> None:
@@ -299,7 +326,7 @@ class _Search:
         run = [item for item in candidates if item.feasible and item.measured_step_seconds is not None]
         if not run:
             raise self._failures[0]
-        chosen = max(run, key=self._worth)
+        chosen = max([item for item in run if self._is_sure(item)] or run, key=self._worth)
         factor = rate_factor(self._rule, chosen.batch_size, self._base, self._samples_of_noise)
         return Tuning(
             objective=self._objective,
@@ -334,15 +361,24 @@ class _Search:
 
     def _moves(self, batch: int) -> bool:
         """Whether a plan for this batch has to move something."""
+        trial = self._trials.get((batch, 1))
+        if trial is not None:
+            return not keeps_everything(trial.plan)
         return plain_profile(self._sized(batch)).peak_bytes > self._terms.budget_bytes
 
     def _problem(self, batch: int) -> Problem:
+        trial = self._trials.get((batch, 1))
+        if trial is not None:
+            return replace(trial.plan.problem, trace=trial.trace)
         trace = self._calibration.timed(batch, self._sized(batch), moves=self._moves(batch))
         return Problem(trace, self._calibration.hardware, self._terms.budget_bytes)
 
     def _plan(self, batch: int) -> None:
         self._reporter.say(f"planning batch {batch}")
-        self._plans[batch] = self._planner.plan(self._problem(batch))
+        problem = self._problem(batch)
+        trial = self._trials.get((batch, 1))
+        # What was run has a plan, and that is what its session would follow again.
+        self._plans[batch] = self._planner.plan(problem) if trial is None else replace(trial.plan, problem=problem)
 
     def _candidates(self) -> Iterator[Candidate]:
         return (item for item in self._all_candidates() if item.feasible)
@@ -433,9 +469,11 @@ class _Search:
                 on_step=self._reporter.advance,
                 afterwards=afterwards,
             )
-        except BudgetTooSmall as error:
+        except (BudgetTooSmall, RuntimeError, MemoryError) as error:
+            if not isinstance(error, BudgetTooSmall) and not is_out_of_memory(error):
+                raise
             self._failed.add(key)
-            self._failures.append(error)
+            self._failures.append(_without_frames(error))
             return
         trial = trial if before is None else trial.after(before)
         self._trials[key] = trial
@@ -460,7 +498,8 @@ class _Search:
 
     def _make(self, micro_batch: int, passes: int) -> TrainingStep:
         made = self._builder.make(micro_batch, passes)
-        self._rates, self._rule = rates_of(made)
+        if not self._rates:  # the base batch comes first, and its rates are what others are derived from
+            self._rates, self._rule = rates_of(made)
         return made
 
     def _measure_noise(self, batch: int, made: TrainingStep, session: Session) -> None:
@@ -469,17 +508,24 @@ class _Search:
         self._reporter.say("measuring the noise of gradients")
         noise = GradientNoise(made.optimizer, batch_size=batch)
         try:
-            with noise.held():
+            with noise.held(*as_sequence(made.model)):
                 for _ in range(_NOISE_PASSES):
                     run_step(made, session)
                     self._reporter.advance()
             self._noise = noise.scale
+        except BudgetTooSmall as error:  # all gradients are there in all passes, which not every budget holds
+            _LOG.warning(
+                "the budget has no room to measure the noise of gradients, so none is reckoned with: %s", error
+            )
         finally:
             noise.close()
 
     def _correct(self) -> None:
         """Predict all plans anew, and make those anew that no longer fit, or no longer have to move anything."""
         for size, plan in self._plans.items():
+            if (size, 1) in self._trials:
+                self._plan(size)
+                continue
             problem = self._problem(size)
             corrected = replace(plan, problem=problem)
             no_longer_fits = plan.simulate().feasible and not corrected.simulate().feasible
