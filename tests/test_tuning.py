@@ -339,7 +339,7 @@ def test_nor_where_there_are_no_more_runs_to_be_sure(monkeypatch: pytest.MonkeyP
     assert answer.batch_size == 32
 
 
-def test_a_batch_that_finds_no_memory_is_out_of_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_finds_no_memory_is_out_of_the_race(caplog: pytest.LogCaptureFixture) -> None:
     def make(batch: int) -> outgrow.TrainingStep:
         made = make_mlp(batch)
         parameter = next(iter(made.model.parameters()))  # type: ignore[union-attr]
@@ -351,6 +351,7 @@ def test_a_batch_that_finds_no_memory_is_out_of_the_race(monkeypatch: pytest.Mon
         make, budget="1GiB", objective="throughput", base_batch=16, max_batch=32, noise_scale=1e4, trials=1
     )
     assert answer.batch_size < 32
+    assert "32 samples in 1 passes are out of the race: can't allocate memory" in caplog.text
     assert not next(item for item in answer.candidates if item.batch_size == 32).feasible
 
 

@@ -472,6 +472,7 @@ class _Search:
         except (BudgetTooSmall, RuntimeError, MemoryError) as error:
             if not isinstance(error, BudgetTooSmall) and not is_out_of_memory(error):
                 raise
+            _LOG.warning("%d samples in %d passes are out of the race: %s", micro_batch * passes, passes, error)
             self._failed.add(key)
             self._failures.append(_without_frames(error))
             return
