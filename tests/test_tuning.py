@@ -342,7 +342,7 @@ def test_nor_where_there_are_no_more_runs_to_be_sure(monkeypatch: pytest.MonkeyP
 def test_a_batch_that_finds_no_memory_is_out_of_the_race(caplog: pytest.LogCaptureFixture) -> None:
     def make(batch: int) -> outgrow.TrainingStep:
         made = make_mlp(batch)
-        parameter = next(iter(made.model.parameters()))  # type: ignore[union-attr]
+        parameter = next(iter(made.model.parameters()))
         if batch == 32 and type(parameter) is torch.nn.Parameter:
             raise RuntimeError("can't allocate memory: you tried to allocate 12345 bytes")
         return made
@@ -358,7 +358,7 @@ def test_a_batch_that_finds_no_memory_is_out_of_the_race(caplog: pytest.LogCaptu
 def test_the_base_rates_are_those_of_the_base_batch() -> None:
     def make(batch: int) -> outgrow.TrainingStep:
         made = make_mlp(batch)
-        made.optimizer.param_groups[0]["lr"] = 0.001 * batch  # type: ignore[union-attr]
+        made.optimizer.param_groups[0]["lr"] = 0.001 * batch
         return made
 
     answer = outgrow.tune(
