@@ -6,10 +6,10 @@ For each network `outgrow.tune` looks for the most samples per second under a bu
 named here then take turns, to say how right its predictions were. A machine's speed wavers by a tenth from one
 minute to the next, so that a tuning and turns that follow it may each fall into a time of its own: tunings and turns
 alternate some times, and the median prediction is held against all turns. The first tuning's answer is judged.
-All sizes that fit, powers of two and one and a half times those, up to --max-batch, train in processes of their own
-that take turns of a few steps, or of some seconds where steps are short. What comes within a tenth of the best races
-once more, in new processes and shorter turns: the best of many sizes was also the luckiest, and three turns say
-little where speeds waver by a tenth.
+All sizes that fit, powers of two and one and a half times those, train in processes of their own that take turns of a
+few steps, or of some seconds where steps are short. What comes within a tenth of the best races once more, in new
+processes and shorter turns: the best of many sizes was also the luckiest, and three turns say little where speeds
+waver by a tenth.
 The best of that final and the tuner's choice, where they differ, then meet alone: the best of some noisy figures is
 again the luckiest of them, and only turns that did not choose it say by how much it is ahead.
 Compared are what the tuner predicted of each size with what is measured now, the throughput of its choice with the
@@ -23,7 +23,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -58,7 +58,9 @@ _NAMED: Mapping[str, tuple[int, ...]] = {
 }
 _STEPS_OF_THE_CHOICE = 20
 # The first step of a turn finds the caches cold, and the disk busy with what others wrote: it does not count.
+# Of steps that take so many seconds that is a small part, and one is a turn.
 _STEPS_OF_A_TURN = 3
+_LONG_STEP_SECONDS = 4.0
 _SECONDS_OF_A_TURN = 3.0
 _STEPS_OF_A_FINAL_TURN = 2
 _CLOSE = 0.9
@@ -167,7 +169,7 @@ def _meet_again(given: argparse.Namespace) -> None:
 
 def _final(name: str, measured: Mapping[int, float], chosen: int, rounds: int, duel_rounds: int) -> Final:
     least = _CLOSE * max(measured.values())
-    close = [batch for batch, speed in measured.items() if speed >= least or batch == chosen]
+    close = {batch: speed for batch, speed in measured.items() if speed >= least or batch == chosen}
     return _decided(name, _turns(name, close, rounds), chosen, duel_rounds)
 
 
@@ -175,24 +177,27 @@ def _decided(name: str, turns: Mapping[int, tuple[float, ...]], chosen: int, due
     best = max(turns, key=lambda batch: median(turns[batch]))
     if best == chosen:
         return Final(turns, best, 1.0, {})
-    duel = _turns(name, [chosen, best], duel_rounds)
+    duel = _turns(name, {batch: median(turns[batch]) for batch in (chosen, best)}, duel_rounds)
     share = median(ours / theirs for ours, theirs in zip(duel[chosen], duel[best], strict=True))
     return Final(turns, best, share, duel)
 
 
-def _turns(name: str, batches: Sequence[int], rounds: int) -> dict[int, tuple[float, ...]]:
-    """Samples per second of each size in each turn, in processes of their own."""
+def _turns(name: str, batches: Mapping[int, float], rounds: int) -> dict[int, tuple[float, ...]]:
+    """Samples per second of each size in each turn, in processes of their own; given is about what they will be."""
     image_size, budget = _NETWORKS[name]
     options = Options(name, image_size=image_size, budget=budget, data="synthetic")
     setups = [Setup(str(batch), replace(options, batch=batch)) for batch in batches]
-    runs = interleave(setups, rounds, _STEPS_OF_A_FINAL_TURN)
+    steps = {
+        str(batch): 1 if batch / speed >= _LONG_STEP_SECONDS else _STEPS_OF_A_FINAL_TURN
+        for batch, speed in batches.items()
+    }
+    runs = interleave(setups, rounds, steps)
     turns: dict[int, tuple[float, ...]] = {}
     for batch in batches:
         run = runs[str(batch)]
         if run.failure is not None:
             raise SetupFailed(str(batch), run.failure)
-        counted = run.rows[_STEPS_OF_A_FINAL_TURN - 1 :: _STEPS_OF_A_FINAL_TURN]
-        turns[batch] = tuple(batch / row.seconds for row in counted)
+        turns[batch] = tuple(batch / median(turn) for turn in _counted(run, steps[str(batch)]))
     return turns
 
 
@@ -264,7 +269,8 @@ def _tunings(name: str, options: Options, given: argparse.Namespace) -> tuple[di
             _command(
                 "tune",
                 options,
-                *("--objective", "throughput", "--noise-scale", "1000", "--max-batch", str(given.max_batch)),
+                *("--objective", "throughput", "--noise-scale", "1000"),
+                *(() if given.max_batch is None else ("--max-batch", str(given.max_batch))),
             )
         )
         for batch, speeds in _named_turns(name, _in_one_pass(answers[-1]), ceil(given.named_rounds / given.tunings)):
@@ -300,17 +306,23 @@ def _named_turns(
         run = runs[str(batch)]
         if run.failure is not None:
             raise SetupFailed(str(batch), run.failure)
-        each = steps[str(batch)]
-        seconds = [[row.seconds for row in run.rows[turn * each + 1 : (turn + 1) * each]] for turn in range(rounds)]
-        yield batch, [batch / median(turn) for turn in seconds]
+        yield batch, [batch / median(turn) for turn in _counted(run, steps[str(batch)])]
 
 
 def _steps_of_a_turn(step_seconds: float) -> int:
-    return max(_STEPS_OF_A_TURN, 1 + ceil(_SECONDS_OF_A_TURN / step_seconds))
+    is_long = step_seconds >= _LONG_STEP_SECONDS
+    return 1 if is_long else max(_STEPS_OF_A_TURN, 1 + ceil(_SECONDS_OF_A_TURN / step_seconds))
 
 
 def _steady_seconds(run: Run, steps_of_a_turn: int) -> float:
-    return median(row.seconds for index, row in enumerate(run.rows) if index % steps_of_a_turn)
+    return median(seconds for turn in _counted(run, steps_of_a_turn) for seconds in turn)
+
+
+def _counted(run: Run, steps_of_a_turn: int) -> list[list[float]]:
+    """Of each turn the seconds of the steps that count."""
+    first = 0 if steps_of_a_turn == 1 else 1
+    starts = range(0, len(run.rows), steps_of_a_turn)
+    return [[row.seconds for row in run.rows[start + first : start + steps_of_a_turn]] for start in starts]
 
 
 def _command(command: str, options: Options, *more: str) -> dict[str, Any]:
@@ -354,7 +366,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--final-rounds", type=int, default=6, help="turns in the final, of two steps, one counts")
     parser.add_argument("--duel-rounds", type=int, default=12, help="turns of the two that meet at the end, alike")
     parser.add_argument("--duels-of", type=Path, metavar="FILE", help="run only the last meetings of what FILE has")
-    parser.add_argument("--max-batch", type=int, default=64, help="the largest batch that is looked at and run")
+    parser.add_argument("--max-batch", type=int, help="the largest batch that is looked at and run; default: all fit")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cpu-tuning.json"))
     return parser.parse_args()
 

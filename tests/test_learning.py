@@ -200,7 +200,9 @@ def test_a_plan_leaves_the_margin_where_one_fits_in_less(trace: outgrow.Trace, s
     least = keep.least_budget_bytes
     budget = max(int(share * keep.simulate().peak_bytes), least + least // 200)
     memory = Memory(budget)
-    plan = Planner(find("auto"), memory).plan(replace(keep.problem, budget_bytes=budget))
+    plan = Planner(find("auto"), memory, margin_bytes=memory.margin_bytes).plan(
+        replace(keep.problem, budget_bytes=budget)
+    )
     assert plan.budget_bytes == budget
     assert plan.simulate().feasible
     assert (plan.simulate().peak_bytes <= budget - memory.margin_bytes) == (share > 0)

@@ -18,6 +18,7 @@ from outgrow.cli.main import run
 from outgrow.cli.options import Options
 from outgrow.cost.estimate import estimate
 from outgrow.networks import find
+from outgrow.tuning import trial as trial_module
 from outgrow.tuning import tuner
 from outgrow.tuning.builder import Builder
 from outgrow.tuning.calibration import Calibration, Sample
@@ -386,6 +387,24 @@ def test_a_run_is_foretold_from_itself_with_its_stalls_as_they_were() -> None:
     own = prediction.step_seconds - prediction.stall_seconds
     paced = sum(op.seconds for op in slower.trace.ops) / slower.plan.problem.trace.seconds
     assert paced == pytest.approx(2.0 / own)
+
+
+@pytest.mark.parametrize(("at_least", "counted"), [(2, 2), (4, 4)])
+def test_long_steps_are_run_less_often(monkeypatch: pytest.MonkeyPatch, at_least: int, counted: int) -> None:
+    monkeypatch.setattr(trial_module, "_ENOUGH_SECONDS", 0.0)  # as if these were
+    monkeypatch.setattr(trial_module, "_LEAST_SECONDS", 0.0)
+    made = make_mlp(8)
+    steps: list[None] = []
+    reported: list[None] = []
+
+    def step(drawn: object) -> None:
+        steps.append(None)
+        made.step(drawn)
+
+    terms = Terms(1 << 30, "auto")
+    run_trial(lambda: made._replace(step=step), terms, 6, at_least=at_least, on_step=lambda: reported.append(None))
+    assert len(steps) == 3 + counted
+    assert len(reported) == 6
 
 
 def test_what_is_foretold_to_be_nearly_as_good_is_run_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,20 +90,27 @@ class Planner:
     # What planning takes for its linear programs: 145 MB were seen for the 49,319 ops of a ResNet-2504.
     _BYTES_PER_OP = 4 << 10
 
-    def __init__(self, policy: Policy, memory: DeviceMemory | None = None) -> None:
-        """`memory` is told what a plan takes while it is made: a session has none to spare. None for no session."""
+    def __init__(self, policy: Policy, memory: DeviceMemory | None = None, *, margin_bytes: int = 0) -> None:
+        """A planner.
+
+        Args:
+            policy: how plans are made.
+            memory: is told what a plan takes while it is made: a session has none to spare. None for no session.
+            margin_bytes: what plans leave free of the budget where they can.
+        """
         self._policy = policy
         self._memory = memory
+        self._margin_bytes = margin_bytes
 
     def plan(self, problem: Problem) -> Plan:
-        """The policy's plan, ready for a session. It leaves the memory's margin free if there is one that does."""
-        if self._memory is None:
-            return self._plan(problem)
-        self._memory.make_room_beside(len(problem.trace.ops) * self._BYTES_PER_OP)
-        plan = self._plan(problem.with_budget(problem.budget_bytes - self._memory.margin_bytes))
-        if not plan.simulate().feasible:
+        """The policy's plan, ready for a session. It leaves the margin free if there is one that does."""
+        if self._memory is not None:
+            self._memory.make_room_beside(len(problem.trace.ops) * self._BYTES_PER_OP)
+        plan = self._plan(problem.with_budget(problem.budget_bytes - self._margin_bytes))
+        if self._margin_bytes and not plan.simulate().feasible:
             plan = self._plan(problem)
-        self._memory.give_back_beside()
+        if self._memory is not None:
+            self._memory.give_back_beside()
         return replace(plan, problem=plan.problem.with_budget(problem.budget_bytes))
 
     def _plan(self, problem: Problem) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -160,7 +161,7 @@ class Session:
             self._spill.close()
             raise
         self._copies, self._memory = backend.copies, backend.memory
-        self._planner = Planner(self._policy, self._memory)
+        self._planner = Planner(self._policy, self._memory, margin_bytes=backend.memory.margin_bytes)
         self._pool = Pool(
             self._ledger,
             self.budget_bytes,
@@ -435,7 +436,9 @@ class Session:
         known = self._known(outcome.packs)
         start = time.perf_counter()
         trace = with_lasting_state(trace)
-        # What else was made in this step and stays is there from now on.
+        # What else was made in this step and stays is there from now on, unless only cycles of references hold it.
+        if self._ledger.live_bytes > trace.resident_bytes(-1) + _LEAST_BASE_BYTES:
+            gc.collect()
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1))
         jitter = 0
         if self._memory.is_counted:  # blocks in use are larger than what lies in them, most so where most are

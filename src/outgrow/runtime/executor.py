@@ -8,6 +8,7 @@ advice.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -577,8 +578,17 @@ class Executor:
         if self._demand.on:
             self._demand.make_room(likely)
         if self._ledger.live_bytes + certain > self._budget:
+            self._collect_garbage()
+        if self._ledger.live_bytes + certain > self._budget:
             where = self._where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
             raise self._too_small(self._ledger.live_bytes + certain, where)
+
+    def _collect_garbage(self) -> None:
+        """Free what only cycles of references hold, and book what went on other threads: the last room there is."""
+        gc.collect()
+        while self._released_elsewhere:
+            self.released(self._released_elsewhere.popleft())
+        self._ledger.work_here()
 
 
 def _is_of_reducer() -> bool:

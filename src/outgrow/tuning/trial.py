@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -19,6 +19,8 @@ _WARM_UP_STEPS = 3
 # A machine's speed wavers from second to second: short steps are run for so long, but at most so many times as often.
 _LEAST_SECONDS = 4.0
 _MOST_TIMES = 5
+# In a long step that evens out by itself: after so many seconds few are enough.
+_ENOUGH_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,15 @@ def run_trial(
     terms: Terms,
     steps: int,
     *,
+    at_least: int = 2,
     plan: Plan | None = None,
     on_step: Callable[[], None] = lambda: None,
     afterwards: Callable[[TrainingStep, Session], None] | None = None,
 ) -> Trial:
-    """Build the step, run it a few times to settle and then `steps` times; everything is let go of at the end.
+    """Build the step, run it a few times to settle and then about `steps` times; everything is let go of at the end.
 
-    Short steps are run more often. `plan` is what the first step follows, if there is one. `on_step` is called after
-    each of the `steps`; `afterwards` may do more with what was built.
+    Short steps are run more often, and long ones less, but `at_least` so often. `plan` is what the first step
+    follows, if there is one. `on_step` is called `steps` times, in all; `afterwards` may do more with what was built.
 
     Raises:
         BudgetTooSmall, SpillError: see `Session`.
@@ -116,11 +119,13 @@ def run_trial(
         with terms.open(made, plan) as session:
             for _ in range(_WARM_UP_STEPS):
                 run_step(made, session)
-            while len(seconds) < steps or (sum(seconds) < _LEAST_SECONDS and len(seconds) < _MOST_TIMES * steps):
+            while not _are_enough(seconds, steps, at_least):
                 seconds.append(run_step(made, session))
                 stalls.append(session.summary().stall_seconds)
                 if len(seconds) <= steps:
                     on_step()
+            for _ in range(len(seconds), steps):
+                on_step()
             plan = session.plan
             peak = session.peak_bytes
             if afterwards is not None:
@@ -130,3 +135,10 @@ def run_trial(
         gc.collect()  # models hold themselves in cycles, and the next one needs the room
     assert plan is not None, "every step that was recorded has a plan"
     return Trial((median(seconds),), (median(stalls),), peak, plan)
+
+
+def _are_enough(seconds: Sequence[float], steps: int, at_least: int) -> bool:
+    """Whether steps that took so long tell what one takes, where `steps` were asked for."""
+    if len(seconds) < steps:
+        return len(seconds) >= at_least and sum(seconds) >= _ENOUGH_SECONDS
+    return sum(seconds) >= _LEAST_SECONDS or len(seconds) >= _MOST_TIMES * steps

@@ -29,6 +29,7 @@ from outgrow.planning.policies import find
 from outgrow.planning.problem import Problem
 from outgrow.progress import counting_bar
 from outgrow.runtime.faults import is_out_of_memory
+from outgrow.runtime.tiers.ram import Ram
 from outgrow.session import Session
 from outgrow.tracing.capture import TrainingStep, as_sequence
 from outgrow.tracing.ir import Kind, Phase, Trace
@@ -95,7 +96,7 @@ def tune(
             `float("inf")` reckons with none. Default: it is measured, in some 30 steps of the base batch.
         policy: how plans are made.
         trials: how many runs for real there are at most, beyond the base batch and the ends of the curve.
-        trial_steps: steps that count in each such run.
+        trial_steps: steps that count in each such run; more where they are short, and fewer where they are long.
         spill_dir: a folder on a disk for what is offloaded; default: the system's folder for temporary files.
         allow_tmpfs: take a spill folder that is in RAM all the same.
         progress: show a bar on standard error, where that is a terminal.
@@ -219,7 +220,9 @@ class _Search:
         self._reporter = reporter
         self._hardware = this_machine()
         self._calibration = Calibration(self._hardware)
-        self._planner = Planner(find(terms.policy))
+        # Plans leave free what a session's own do.
+        self._margin_bytes = Ram.margin_of(terms.budget_bytes)
+        self._planner = Planner(find(terms.policy), margin_bytes=self._margin_bytes)
         self._family = StepFamily(builder.trace)
         reporter.say("tracing")
         self._least = builder.least_batch()
@@ -364,7 +367,7 @@ class _Search:
         trial = self._trials.get((batch, 1))
         if trial is not None:
             return not keeps_everything(trial.plan)
-        return plain_profile(self._sized(batch)).peak_bytes > self._terms.budget_bytes
+        return plain_profile(self._sized(batch)).peak_bytes > self._terms.budget_bytes - self._margin_bytes
 
     def _problem(self, batch: int) -> Problem:
         trial = self._trials.get((batch, 1))
@@ -457,6 +460,7 @@ class _Search:
         before = self._trials.get(key)
         if micro_batch in self._plans and before is None:
             self._predicted[key] = self._prediction(micro_batch, passes)
+        at_least = 2 if steps is None else steps
         steps = self._trial_steps if steps is None else steps
         self._reporter.expect(steps)
         self._reporter.say(f"running batch {micro_batch * passes}")
@@ -465,6 +469,7 @@ class _Search:
                 partial(self._make, micro_batch, passes),
                 self._terms,
                 steps,
+                at_least=at_least,
                 plan=self._plan_to_run(micro_batch, passes),
                 on_step=self._reporter.advance,
                 afterwards=afterwards,

@@ -25,7 +25,7 @@ class Ram:
 
     def __init__(self, base_bytes: int, budget_bytes: int) -> None:
         """`base_bytes` is what the process holds besides tensors."""
-        self.margin_bytes = budget_bytes // self._MARGIN_SHARE
+        self.margin_bytes = self.margin_of(budget_bytes)
         self._resident = ResidentSet()
         self._reserve = Reserve()
         arena = None if address_space_is_limited() else find_arena()
@@ -38,6 +38,11 @@ class Ram:
         self._left_bytes = 0  # on the heap, of storages that were there, and are not
         self._memory.open()
         self.make_room(0)
+
+    @classmethod
+    def margin_of(cls, budget_bytes: int) -> int:
+        """Bytes of a budget that plans leave free where they can."""
+        return budget_bytes // cls._MARGIN_SHARE
 
     def begin_step(self, *, planned: bool, again: bool) -> None:
         """A step begins: the arena, if there is one, keeps what steps fill one after the other."""
