@@ -1,10 +1,13 @@
-"""What the ranks of `test_distributed` run; `ranks.py RANK FOLDER` trains until somebody ends it.
+"""What the ranks of `test_distributed` run; `ranks.py FOLDER RANK` trains until somebody ends it.
+
+`torchrun ... ranks.py FOLDER` trains the case "vdnn-all" before, and writes down what it found.
 
 Each case trains twice, by plain DistributedDataParallel and in a session under a budget that binds.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -346,18 +349,24 @@ def train_for_ever(folder: Path) -> None:
             os.replace(folder / f"pid-{rank}.partial", folder / f"pid-{rank}")
 
 
-def join(rank: int, folder: Path) -> None:
-    """Become one of two processes that train together, and measure the machine as a new user would."""
+def join(folder: Path, rank: int | None = None) -> None:
+    """Become one of two processes that train together, and measure the machine as a new user would.
+
+    Without a rank torchrun started this one, and tells it how in its environment.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # What `outgrow doctor` found on this machine is the user's.
     measure.remembered = lambda: None
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    if rank is None:
+        distributed.init_process_group("gloo")
+    else:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 
 
 def cases_of_rank(rank: int, folder: str) -> dict[str, Any]:
     """What one of two processes finds."""
-    join(rank, Path(folder))
+    join(Path(folder), rank)
     known: dict[str, tuple[Trained, int]] = {}
     found: dict[str, Any] = {"cases": {name: run_case(case, known) for name, case in CASES.items()}}
     found["accounting"] = {str(view): bucket_accounting(view) for view in (False, True)}
@@ -367,6 +376,13 @@ def cases_of_rank(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
+def main(folder: Path, rank: int | None = None) -> None:
+    join(folder, rank)
+    if rank is None:
+        found = run_case(CASES["vdnn-all"], {})
+        (folder / f"found-{distributed.get_rank()}.json").write_text(json.dumps(found))
+    train_for_ever(folder)
+
+
 if __name__ == "__main__":
-    join(int(sys.argv[1]), Path(sys.argv[2]))
-    train_for_ever(Path(sys.argv[2]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

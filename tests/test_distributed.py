@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,7 @@ def test_a_rank_whose_peer_is_killed_ends_with_an_error_and_leaves_no_file(tmp_p
     cache = tmp_path / "cache"
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(TESTS / "ranks.py"), str(rank), str(tmp_path)],
+            [sys.executable, str(TESTS / "ranks.py"), str(tmp_path), str(rank)],
             env=environment(XDG_CACHE_HOME=str(cache)),
             stderr=subprocess.PIPE,
             text=True,
@@ -208,6 +208,41 @@ def test_a_rank_whose_peer_is_killed_ends_with_an_error_and_leaves_no_file(tmp_p
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+def test_under_torchrun_ranks_train_as_plain_ones_do_and_end_together(tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [*torchrun, str(TESTS / "ranks.py"), str(tmp_path)],
+        env=environment(XDG_CACHE_HOME=str(tmp_path / "cache")),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ranks: list[psutil.Process] = []
+    try:
+        for rank in range(2):
+            wait_until((tmp_path / f"pid-{rank}").exists, 120, "training")
+            found = json.loads((tmp_path / f"found-{rank}.json").read_text())
+            assert found["ours"]["losses"] == found["plain"]["losses"]
+            assert found["ours"]["state"] == found["plain"]["state"]
+            assert found["ours"]["moved"] > 0
+            assert max(found["ours"]["peaks"]) <= found["budget"] < found["peak"]
+            ranks.append(psutil.Process(int((tmp_path / f"pid-{rank}").read_text())))
+        ranks[1].kill()
+        _, said = process.communicate(timeout=END_SECONDS)
+        assert process.returncode != 0
+        assert "SIGKILL" in said
+        assert not any(rank.is_running() for rank in ranks)
+        assert list(spill.iterdir()) == []
+    finally:
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+        process.kill()
+        process.communicate()
 
 
 # --- the command line ---

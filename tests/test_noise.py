@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,6 +86,28 @@ def test_steps_of_one_pass_tell_it_while_the_optimizer_is_held(clip: float | Non
     assert all(item.grad is None for item in after)
     step()
     assert not any(map(torch.equal, before, after)), "the optimizer steps again"
+
+
+def test_the_tuner_finds_it_in_the_passes_that_it_takes() -> None:
+    def make_step(batch: int) -> outgrow.TrainingStep:
+        model = Known()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(drawn: torch.Tensor) -> None:
+            model(drawn).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def batches() -> Iterator[torch.Tensor]:
+            generator = torch.Generator().manual_seed(3)
+            while True:
+                yield samples(batch, generator)
+
+        return outgrow.TrainingStep(model, optimizer, step, batches())
+
+    answer = outgrow.tune(make_step, budget="64MB", base_batch=16, max_batch=16, trials=1, trial_steps=1)
+    assert_is_known(answer.noise)
+    assert answer.noise_samples == pytest.approx(NOISE / GRADIENT_SQUARE, rel=0.15)
 
 
 def test_a_program_may_clear_gradients_by_its_model() -> None:

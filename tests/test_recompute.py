@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import outgrow
+from outgrow.errors import BudgetTooSmall
 from outgrow.learning import StepKind
 from outgrow.planning.plan import Plan, Replay, make_plan
 from outgrow.planning.prefetch import with_prefetch
@@ -20,6 +21,7 @@ from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import burst
 from outgrow.runtime import recompute as recompute_module
 from outgrow.runtime.dice import Dice
+from outgrow.runtime.executor import Executor
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recipes import Recipe
 from steps import RecomputeAll, digest
@@ -532,3 +534,28 @@ def test_a_plan_that_recomputes_can_be_saved_and_read(tmp_path: Any) -> None:
     assert plan.recomputes
     plan.save(tmp_path / "plan.json")
     assert outgrow.Plan.load(tmp_path / "plan.json").recomputes == plan.recomputes
+
+
+def test_an_error_in_a_step_is_not_hidden_by_what_cannot_be_made_anew_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(executor: Executor, entry: object) -> torch.UntypedStorage:
+        raise BudgetTooSmall(1, 2, {}, "a recipe", exact=False)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())])
+    x = torch.randn(64, 32)
+
+    def train() -> None:
+        with outgrow.Session(model, budget="1GiB", policy=RecomputeAll(), least_moved_bytes=1) as session:
+            for _ in range(4):
+                with session.step():
+                    model(x).sum().backward()
+            assert session.summary().recomputed_bytes > 0
+            with session.step():
+                loss = model(x).sum()
+                monkeypatch.setattr(Executor, "rebuild", no_room)
+                raise ValueError(f"the program's own, whose frames hold {loss}")
+
+    with pytest.raises(ValueError, match="the program's own"):
+        train()

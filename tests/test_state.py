@@ -153,6 +153,46 @@ def test_training_is_the_same(make: Make, policy: Lend, seen: Seen) -> None:
     assert seen.lent
 
 
+@pytest.mark.parametrize("from_file", [False, True], ids=["as it is", "from a file"])
+@pytest.mark.parametrize(
+    "optimize", [sgd, lambda parameters: torch.optim.Adam(parameters, lr=1e-3)], ids=["sgd", "adam"]
+)
+def test_a_plan_of_another_session_lends_the_same_state(
+    optimize: Optimize, from_file: bool, seen: Seen, tmp_path: Path
+) -> None:
+    make = supervised(optimize=optimize)
+
+    def lent_in_steps(plan: Plan | None) -> tuple[list[int], Plan | None, str]:
+        """Bytes of state that leave in each step."""
+        torch.manual_seed(0)
+        training = make()
+        lent = []
+        with outgrow.Session(
+            training.models,
+            training.optimizers,
+            budget="1GiB",
+            policy=Lend(remade=False),
+            plan=plan,
+            least_moved_bytes=1,
+        ) as session:
+            for k in range(4):
+                seen.lent.clear()
+                with session.step():
+                    training.run(k)
+                lent.append(sum(record.nbytes for record in seen.lent))
+            return lent, session.plan, steps.digest(training.models, training.optimizers)
+
+    first, plan, state = lent_in_steps(None)
+    assert plan is not None
+    if from_file:
+        plan.save(tmp_path / "plan.json")
+        plan = Plan.load(tmp_path / "plan.json")
+    second, _, state_again = lent_in_steps(plan)
+    assert second[1:] == [first[-1]] * 3, "from the second step on, in which the optimizer's state is there"
+    assert second[0] < first[-1]
+    assert state_again == state
+
+
 @pytest.mark.parametrize("optimize", [sgd, lambda parameters: torch.optim.Adam(parameters, lr=1e-3)])
 def test_the_least_budget_holds(optimize: Optimize) -> None:
     make = supervised(lambda: Heavy(hidden=512), optimize)

@@ -484,11 +484,11 @@ def test_goodput_asks_the_gradients() -> None:
     answer = outgrow.tune(make_mlp_whole, budget=SMALL_BUDGET, base_batch=16, max_batch=64, trials=2, trial_steps=2)
     assert answer.noise is not None
     assert answer.noise_samples == answer.noise.samples
+    assert 0 < answer.noise.samples < INFINITE
     base = next(item for item in answer.candidates if item.batch_size == 16)
     assert base.efficiency == 1
-    assert [item.efficiency for item in answer.candidates] == sorted(
-        (item.efficiency for item in answer.candidates), reverse=True
-    )
+    efficiencies = [item.efficiency for item in answer.candidates]
+    assert efficiencies == sorted(set(efficiencies), reverse=True), "a sample is worth less, the more there are"
 
 
 def test_a_step_may_be_divided_where_the_function_knows_how() -> None:

@@ -296,7 +296,11 @@ class Session:
     ) -> None:
         try:
             self.close()
-        except (SpillError, DeviceOutOfMemory):  # what could not come back belongs to the step that failed
+        except (
+            SpillError,
+            DeviceOutOfMemory,
+            BudgetTooSmall,
+        ):  # what could not come back belongs to the step that failed
             if error is None:
                 raise
 

@@ -11,7 +11,7 @@ from outgrow.planning.parks import may_park
 from outgrow.planning.plan import Plan
 from outgrow.planning.problem import Problem
 from outgrow.runtime.remake import Remake, can_remake
-from outgrow.tracing.ir import Kind
+from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger, StorageRecord
 
 
@@ -34,21 +34,40 @@ class Sightings:
             self._look_out_for({item.value for item in plan.parks}, plan.problem, kinds)
 
     def _look_out_for(self, values: Iterable[int], problem: Problem, kinds: Mapping[int, Kind]) -> None:
-        known = {record.serial: record for record in self._ledger.alive()}
+        state = self._state_by_number(problem.trace, kinds)
         for index in values:
             value = problem.trace.values[index]
             if not may_park(problem, index):
                 continue
             self._sizes[index] = value.nbytes
-            if value.birth < 0:  # traces of a session have its ledger's numbers
-                record = known.get(value.storage)
-                if record is not None and kinds.get(record.serial) is value.kind:
+            if value.birth < 0:
+                record = state.get(value.storage)
+                if record is not None:
                     self._records[index] = record
             elif index in (made := problem.trace.ops[value.birth].outputs):
                 self._births.setdefault(value.birth, []).append((made.index(index), index))
                 self._names[value.birth] = problem.trace.ops[value.birth].name
                 if value.kind is Kind.GRADIENT:
                     self._gradients.add(index)
+
+    def _state_by_number(self, trace: Trace, kinds: Mapping[int, Kind]) -> dict[int, StorageRecord]:
+        """The storages of training state, by the numbers that they have in the trace.
+
+        In a trace of the session those are its ledger's. One from elsewhere agrees in the order alone, in which those
+        of one kind and size were seen first: an optimizer makes its state anew in each process, and in one order.
+        """
+        found: dict[int, StorageRecord] = {}
+        now: dict[tuple[Kind, int], dict[int, StorageRecord]] = {}
+        for record in sorted(self._ledger.alive(), key=lambda record: record.serial):
+            if record.serial in kinds:
+                now.setdefault((kinds[record.serial], record.nbytes), {})[record.serial] = record
+        for alike, numbers in trace.lasting_storages.items():
+            records = now.get(alike, {})
+            if len(records) == len(numbers) and not records.keys() >= set(numbers):
+                found.update(zip(numbers, records.values(), strict=True))
+            else:
+                found.update((number, records[number]) for number in numbers if number in records)
+        return found
 
     def ran(
         self,

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,15 @@ class Trace:
         """For each saved tensor the number of the first one that has the same value."""
         first: dict[int, int] = {}
         return [first.setdefault(saved.value, number) for number, saved in enumerate(self.saved)]
+
+    @cached_property
+    def lasting_storages(self) -> dict[tuple[Kind, int], tuple[int, ...]]:
+        """The numbers of the storages that were there before the step, in order, by their kind and bytes."""
+        found: dict[tuple[Kind, int], list[int]] = {}
+        for value in self.values:
+            if value.birth < 0:
+                found.setdefault((value.kind, value.nbytes), []).append(value.storage)
+        return {alike: tuple(sorted(numbers)) for alike, numbers in found.items()}
 
     def with_ops(self, ops: Sequence[Op]) -> Trace:
         """The same step with other costs."""
