@@ -60,7 +60,7 @@ _STEPS_OF_THE_CHOICE = 20
 # The first step of a turn finds the caches cold, and the disk busy with what others wrote: it does not count.
 # Of steps that take so many seconds that is a small part, and one is a turn.
 _STEPS_OF_A_TURN = 3
-_LONG_STEP_SECONDS = 4.0
+_LONG_STEP_SECONDS = 2.5
 _SECONDS_OF_A_TURN = 3.0
 _STEPS_OF_A_FINAL_TURN = 2
 _CLOSE = 0.9
@@ -169,7 +169,8 @@ def _meet_again(given: argparse.Namespace) -> None:
 
 def _final(name: str, measured: Mapping[int, float], chosen: int, rounds: int, duel_rounds: int) -> Final:
     least = _CLOSE * max(measured.values())
-    close = {batch: speed for batch, speed in measured.items() if speed >= least or batch == chosen}
+    close = {batch: speed for batch, speed in measured.items() if speed >= least}
+    close.setdefault(chosen, measured.get(chosen, least))
     return _decided(name, _turns(name, close, rounds), chosen, duel_rounds)
 
 
@@ -187,17 +188,15 @@ def _turns(name: str, batches: Mapping[int, float], rounds: int) -> dict[int, tu
     image_size, budget = _NETWORKS[name]
     options = Options(name, image_size=image_size, budget=budget, data="synthetic")
     setups = [Setup(str(batch), replace(options, batch=batch)) for batch in batches]
-    steps = {
-        str(batch): 1 if batch / speed >= _LONG_STEP_SECONDS else _STEPS_OF_A_FINAL_TURN
-        for batch, speed in batches.items()
-    }
+    are_long = all(batch / speed >= _LONG_STEP_SECONDS for batch, speed in batches.items())
+    steps = 1 if are_long else _STEPS_OF_A_FINAL_TURN
     runs = interleave(setups, rounds, steps)
     turns: dict[int, tuple[float, ...]] = {}
     for batch in batches:
         run = runs[str(batch)]
         if run.failure is not None:
             raise SetupFailed(str(batch), run.failure)
-        turns[batch] = tuple(batch / median(turn) for turn in _counted(run, steps[str(batch)]))
+        turns[batch] = tuple(batch / median(turn) for turn in _counted(run, steps))
     return turns
 
 
@@ -363,7 +362,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tunings", type=int, default=3, help="how often the tuner looks")
     parser.add_argument("--named-rounds", type=int, default=12, help="turns of each named batch, in all")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each batch")
-    parser.add_argument("--final-rounds", type=int, default=6, help="turns in the final, of two steps, one counts")
+    parser.add_argument("--final-rounds", type=int, default=6, help="turns in the final; of two steps one counts")
     parser.add_argument("--duel-rounds", type=int, default=12, help="turns of the two that meet at the end, alike")
     parser.add_argument("--duels-of", type=Path, metavar="FILE", help="run only the last meetings of what FILE has")
     parser.add_argument("--max-batch", type=int, help="the largest batch that is looked at and run; default: all fit")

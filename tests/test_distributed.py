@@ -224,7 +224,8 @@ def test_under_torchrun_ranks_train_as_plain_ones_do_and_end_together(tmp_path: 
     ranks: list[psutil.Process] = []
     try:
         for rank in range(2):
-            wait_until((tmp_path / f"pid-{rank}").exists, 120, "training")
+            known = tmp_path / f"pid-{rank}"
+            wait_until(lambda known=known: process.poll() is not None or known.exists(), 120, "training")
             found = json.loads((tmp_path / f"found-{rank}.json").read_text())
             assert found["ours"]["losses"] == found["plain"]["losses"]
             assert found["ours"]["state"] == found["plain"]["state"]
@@ -238,10 +239,11 @@ def test_under_torchrun_ranks_train_as_plain_ones_do_and_end_together(tmp_path: 
         assert not any(rank.is_running() for rank in ranks)
         assert list(spill.iterdir()) == []
     finally:
-        for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            ranks += psutil.Process(process.pid).children(recursive=True)
+        for each in (*ranks, process):
             with suppress(psutil.NoSuchProcess):
-                rank.kill()
-        process.kill()
+                each.kill()
         process.communicate()
 
 

@@ -107,7 +107,6 @@ def test_the_tuner_finds_it_in_the_passes_that_it_takes() -> None:
 
     answer = outgrow.tune(make_step, budget="64MB", base_batch=16, max_batch=16, trials=1, trial_steps=1)
     assert_is_known(answer.noise)
-    assert answer.noise_samples == pytest.approx(NOISE / GRADIENT_SQUARE, rel=0.15)
 
 
 def test_a_program_may_clear_gradients_by_its_model() -> None:

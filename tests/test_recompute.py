@@ -539,7 +539,10 @@ def test_a_plan_that_recomputes_can_be_saved_and_read(tmp_path: Any) -> None:
 def test_an_error_in_a_step_is_not_hidden_by_what_cannot_be_made_anew_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    asked: list[object] = []
+
     def no_room(executor: Executor, entry: object) -> torch.UntypedStorage:
+        asked.append(entry)
         raise BudgetTooSmall(1, 2, {}, "a recipe", exact=False)
 
     torch.manual_seed(0)
@@ -559,3 +562,4 @@ def test_an_error_in_a_step_is_not_hidden_by_what_cannot_be_made_anew_at_the_end
 
     with pytest.raises(ValueError, match="the program's own"):
         train()
+    assert asked

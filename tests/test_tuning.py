@@ -423,6 +423,27 @@ def test_every_size_that_fits_is_a_candidate(small_answer: outgrow.Tuning) -> No
     assert all(item.predicted_peak_bytes <= SMALL_BUDGET for item in small_answer.candidates if item.feasible)
 
 
+def test_what_lies_on_both_sides_of_where_plans_begin_to_move_was_run() -> None:
+    answer = outgrow.tune(
+        make_mlp_whole,
+        budget=5_000_000,
+        objective="throughput",
+        base_batch=48,
+        max_batch=192,
+        noise_scale=1e4,
+        trials=1,
+        trial_steps=1,
+    )
+    sizes = set(sizes_between(1, 192))
+    regular = [item for item in answer.candidates if item.batch_size in sizes]
+    kept = [item for item in regular if not item.offloaded_bytes + item.recomputed_bytes]
+    moved = [item for item in regular if item.offloaded_bytes + item.recomputed_bytes]
+    assert len(kept) > 2
+    assert len(moved) > 2
+    for item in (*kept[:2], kept[-1], moved[0]):
+        assert item.measured_step_seconds is not None, item.batch_size
+
+
 def test_the_rate_goes_with_the_batch(small_answer: outgrow.Tuning) -> None:
     factor = rate_factor(Rule.LINEAR, small_answer.batch_size, 16, 1e4)
     assert small_answer.rule is Rule.LINEAR

@@ -51,6 +51,7 @@ class StepKind:
         tolerance: how far from the prediction times must be for another search: a search that finds nothing better
             takes its time all the same, so that the next one waits for a larger change.
         recent: times and stalls of the last steps under this plan, in seconds.
+        is_foreign: the plan's trace is not this session's, whose storages have other numbers.
         syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
     """
 
@@ -65,6 +66,7 @@ class StepKind:
     searches: int = 0
     tolerance: float = _SEARCH_TOLERANCE
     recent: list[tuple[float, float]] = field(default_factory=list)
+    is_foreign: bool = False
     syncs: tuple[bool, ...] = ()
 
     def learn(self, plan: Plan, *, steady: bool, measured_peak: int, plan_seconds: float) -> None:
@@ -73,7 +75,7 @@ class StepKind:
             self.verdicts = Verdicts()
         self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
         self.verdicts.cramped.clear()  # another plan has room elsewhere
-        self.plan, self.steady = plan, steady
+        self.plan, self.steady, self.is_foreign = plan, steady, False
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.recent.clear()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
@@ -19,7 +18,7 @@ import torch
 
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_gpu, this_machine
-from outgrow.errors import BudgetTooSmall, DeviceOutOfMemory, SessionError, SpillError
+from outgrow.errors import BudgetTooSmall, OutgrowError, SessionError
 from outgrow.learning import Planner, StepKind, in_a_line, keeps_everything
 from outgrow.opening import (
     device_of,
@@ -296,11 +295,7 @@ class Session:
     ) -> None:
         try:
             self.close()
-        except (
-            SpillError,
-            DeviceOutOfMemory,
-            BudgetTooSmall,
-        ):  # what could not come back belongs to the step that failed
+        except OutgrowError:  # what could not come back belongs to the step that failed
             if error is None:
                 raise
 
@@ -335,7 +330,8 @@ class Session:
             if self._recorder is not None:
                 undo.enter_context(self._modules)
                 self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
-            self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch)
+            is_foreign = kind is not None and kind.is_foreign
+            self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch, is_foreign=is_foreign)
             self._begun = plan
             undo.pop_all()  # all is well: `_end` takes the hooks off
         self._in_step = True
@@ -424,7 +420,7 @@ class Session:
         measured = plan.problem.trace.measured
         packs = tuple(item.nbytes for item in plan.problem.trace.saved)
         self._expected = StepKind(
-            packs, plan.laid_out(), measured, plan.simulate().peak_bytes, 0.0, syncs=self._syncs
+            packs, plan.laid_out(), measured, plan.simulate().peak_bytes, 0.0, is_foreign=True, syncs=self._syncs
         )
         self._kinds = [self._expected]
         self._recordings_left = 0 if measured else 1
@@ -440,9 +436,7 @@ class Session:
         known = self._known(outcome.packs)
         start = time.perf_counter()
         trace = with_lasting_state(trace)
-        # What else was made in this step and stays is there from now on, unless only cycles of references hold it.
-        if self._ledger.live_bytes > trace.resident_bytes(-1) + _LEAST_BASE_BYTES:
-            gc.collect()
+        # What else was made in this step and stays is there from now on.
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1))
         jitter = 0
         if self._memory.is_counted:  # blocks in use are larger than what lies in them, most so where most are

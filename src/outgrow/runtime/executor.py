@@ -8,7 +8,6 @@ advice.
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
@@ -119,11 +118,12 @@ class Executor:
         recorder: Recorder | None,
         *,
         watch: bool,
+        is_foreign: bool = False,
     ) -> None:
         """Set hooks (and the dispatch mode if `watch`) and start the clock.
 
         `kinds` tells which storages are training state, which the pool never moves; `verdicts` which of the plan's
-        recipes can be trusted, and is added to.
+        recipes can be trusted, and is added to; `is_foreign` that the plan's trace is not this session's.
         """
         self._thread = threading.get_ident()
         self._ledger.work_here()
@@ -132,7 +132,8 @@ class Executor:
         # A recorded step runs the plain ops: it does not fit by itself where its plan counts on others. And every op
         # of it is seen, views too.
         counts_on_more = not self._changes_threads and (plan is None or bool(plan.parks or plan.reuses))
-        self._reset(plan, verdicts, on_demand=watch and recorder is not None and counts_on_more)
+        on_demand = watch and recorder is not None and counts_on_more
+        self._reset(plan, verdicts, on_demand=on_demand, is_foreign=is_foreign)
         self._epoch += 1
         # Where the cache decides it keeps to what plans keep to.
         decides = recorder is not None or plan is None or plan.evicts
@@ -230,7 +231,14 @@ class Executor:
         self._recorder = None
         self._ledger.on_death = None
 
-    def _reset(self, plan: Plan | None, verdicts: Verdicts | None = None, *, on_demand: bool = False) -> None:
+    def _reset(
+        self,
+        plan: Plan | None,
+        verdicts: Verdicts | None = None,
+        *,
+        on_demand: bool = False,
+        is_foreign: bool = False,
+    ) -> None:
         self._packs: list[int] = []
         self._numbers = 0
         self._saved_bytes = 0
@@ -245,7 +253,9 @@ class Executor:
         self._recomputer.begin(plan, self._kinds, verdicts)
         self._reuser.begin(plan, self._kinds)
         recorded = self._recorder is not None
-        self._parking.begin(plan, self._kinds, verdicts, on_demand=on_demand, recorded=recorded)
+        self._parking.begin(
+            plan, self._kinds, verdicts, on_demand=on_demand, recorded=recorded, is_foreign=is_foreign
+        )
         self._demand.begin(self._kinds, on=on_demand)
 
     def close(self) -> None:
@@ -578,17 +588,8 @@ class Executor:
         if self._demand.on:
             self._demand.make_room(likely)
         if self._ledger.live_bytes + certain > self._budget:
-            self._collect_garbage()
-        if self._ledger.live_bytes + certain > self._budget:
             where = self._where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
             raise self._too_small(self._ledger.live_bytes + certain, where)
-
-    def _collect_garbage(self) -> None:
-        """Free what only cycles of references hold, and book what went on other threads: the last room there is."""
-        gc.collect()
-        while self._released_elsewhere:
-            self.released(self._released_elsewhere.popleft())
-        self._ledger.work_here()
 
 
 def _is_of_reducer() -> bool:

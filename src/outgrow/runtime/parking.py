@@ -104,11 +104,13 @@ class Parking:
         *,
         on_demand: bool = False,
         recorded: bool = False,
+        is_foreign: bool = False,
     ) -> None:
         """A step begins. `kinds` has the training state by serial number; `on_demand`: see `demand.py`.
 
         In a step that is `recorded` nothing is made anew: lifetimes are those of the plain step. `verdicts` says
-        which gradients were the same when they were made anew, and is added to.
+        which gradients were the same when they were made anew, and is added to; `is_foreign` that the plan's trace is
+        not this session's.
         """
         self.lending.begin(kinds)
         self._on_demand = on_demand
@@ -124,7 +126,7 @@ class Parking:
         if plan is not None and not recorded:
             births = ((item.value, plan.problem.trace.values[item.value].birth) for item in plan.parks if item.remade)
             self._remade = {value: birth for value, birth in births if verdicts.gradients.get(birth, True)}
-        self._seen = Sightings(self._ledger, plan, kinds, self._remade)
+        self._seen = Sightings(self._ledger, plan, kinds, self._remade, is_foreign=is_foreign)
         self._own: set[int] = set()
         self._exposed: set[int] = set()
         self._cancelled: list[_Parked] = []

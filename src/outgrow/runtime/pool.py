@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from outgrow.errors import BudgetTooSmall, DeviceOutOfMemory, SpillError
+from outgrow.errors import DeviceOutOfMemory, OutgrowError
 from outgrow.planning.plan import Replay
 from outgrow.planning.recipes import burst
 from outgrow.runtime.copies.copy import Copies, Copy
@@ -579,15 +579,14 @@ class Pool:
         """Bring back what saved tensors still want, end the copies and close the next tier.
 
         Raises:
-            SpillError, DeviceOutOfMemory, BudgetTooSmall: something could not come back. The rest is closed all the
-                same.
+            OutgrowError: something could not come back. The rest is closed all the same.
         """
         failure: Exception | None = None
         try:
             for entry in list(self._entries.values()):  # a collector may free some on the way
                 try:
                     self._bring_back(entry)
-                except (SpillError, DeviceOutOfMemory, BudgetTooSmall) as error:
+                except OutgrowError as error:
                     failure = failure or error
         finally:
             self._copies.close()

@@ -19,9 +19,18 @@ class Sightings:
     """The values that a plan parks, as far as this step has shown them; and how to make some of them anew."""
 
     def __init__(
-        self, ledger: Ledger, plan: Plan | None, kinds: Mapping[int, Kind], remade: Mapping[int, int]
+        self,
+        ledger: Ledger,
+        plan: Plan | None,
+        kinds: Mapping[int, Kind],
+        remade: Mapping[int, int],
+        *,
+        is_foreign: bool,
     ) -> None:
-        """`kinds` has the training state by serial number, `remade` the op that makes each gradient to remake."""
+        """`kinds` has the training state by serial number, `remade` the op that makes each gradient to remake.
+
+        `is_foreign` says that the plan's trace was recorded elsewhere: its storages have other numbers.
+        """
         self._ledger = ledger
         self._remade = remade
         self._records: dict[int, StorageRecord] = {}
@@ -31,10 +40,13 @@ class Sightings:
         self._gradients: set[int] = set()
         self._remakes: dict[int, Remake] = {}
         if plan is not None and plan.parks:
-            self._look_out_for({item.value for item in plan.parks}, plan.problem, kinds)
+            found = {record.serial: record for record in ledger.alive() if record.serial in kinds}
+            if is_foreign:
+                found = _in_order(found.values(), plan.problem.trace, kinds)
+            self._look_out_for({item.value for item in plan.parks}, plan.problem, found)
 
-    def _look_out_for(self, values: Iterable[int], problem: Problem, kinds: Mapping[int, Kind]) -> None:
-        state = self._state_by_number(problem.trace, kinds)
+    def _look_out_for(self, values: Iterable[int], problem: Problem, state: Mapping[int, StorageRecord]) -> None:
+        """`state` has the storages of training state by their numbers in the trace."""
         for index in values:
             value = problem.trace.values[index]
             if not may_park(problem, index):
@@ -49,25 +61,6 @@ class Sightings:
                 self._names[value.birth] = problem.trace.ops[value.birth].name
                 if value.kind is Kind.GRADIENT:
                     self._gradients.add(index)
-
-    def _state_by_number(self, trace: Trace, kinds: Mapping[int, Kind]) -> dict[int, StorageRecord]:
-        """The storages of training state, by the numbers that they have in the trace.
-
-        In a trace of the session those are its ledger's. One from elsewhere agrees in the order alone, in which those
-        of one kind and size were seen first: an optimizer makes its state anew in each process, and in one order.
-        """
-        found: dict[int, StorageRecord] = {}
-        now: dict[tuple[Kind, int], dict[int, StorageRecord]] = {}
-        for record in sorted(self._ledger.alive(), key=lambda record: record.serial):
-            if record.serial in kinds:
-                now.setdefault((kinds[record.serial], record.nbytes), {})[record.serial] = record
-        for alike, numbers in trace.lasting_storages.items():
-            records = now.get(alike, {})
-            if len(records) == len(numbers) and not records.keys() >= set(numbers):
-                found.update(zip(numbers, records.values(), strict=True))
-            else:
-                found.update((number, records[number]) for number in numbers if number in records)
-        return found
 
     def ran(
         self,
@@ -135,3 +128,20 @@ class Sightings:
         """The step is over."""
         self.forget_remakes()
         self._records.clear()
+
+
+def _in_order(state: Iterable[StorageRecord], trace: Trace, kinds: Mapping[int, Kind]) -> dict[int, StorageRecord]:
+    """The storages of training state, by the numbers that they have in a trace from elsewhere.
+
+    Those of one kind and size agree in the order in which they were seen first, as far as there are as many: an
+    optimizer makes its state anew in each process, and in one order.
+    """
+    now: dict[tuple[Kind, int], list[StorageRecord]] = {}
+    for record in sorted(state, key=lambda record: record.serial):
+        now.setdefault((kinds[record.serial], record.nbytes), []).append(record)
+    found: dict[int, StorageRecord] = {}
+    for alike, numbers in trace.lasting_storages.items():
+        records = now.get(alike, [])
+        if len(records) == len(numbers):
+            found.update(zip(numbers, records, strict=True))
+    return found

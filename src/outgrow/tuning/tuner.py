@@ -273,9 +273,13 @@ class _Search:
         )
         most = fits or self._least
         most = most if max_batch is None else min(most, max_batch)
-        sizes = sorted({*sizes_between(self._least, most), *(batch for batch, _ in self._trials), most})
-        for size in self._ends(sizes):
-            self._run(size, 1)
+        run = {batch for batch, _ in self._trials}
+        sizes = sorted({*sizes_between(self._least, most), *run, most})
+        # Without the very largest: just above its least budget a plan moves all that it can, as no other does.
+        near = sorted({*sizes_between(self._least, min(most, _FURTHEST * max(run))), *run})
+        while ends := self._ends(near):  # what was run says better which are kept whole
+            for size in ends:
+                self._run(size, 1)
         for _ in range(_ROUNDS - 1):
             for batch, passes in list(self._trials):
                 self._run(batch, passes)
@@ -287,19 +291,18 @@ class _Search:
             self._reporter.advance()
 
     def _ends(self, sizes: Sequence[int]) -> list[int]:
-        """What to run beside the base batch: the ends of what is kept whole, and of what is not.
+        """What is yet to be run: the ends of what is kept whole, and of what is not, as far as is known.
 
-        The two smallest that are kept: one sample runs other kernels than two. The smallest that is not, and one that
-        is some times the base batch. And in the middle of what would be a wide gap.
+        The two smallest that are kept: one sample runs other kernels than two. And in the middle of what would be a
+        wide gap.
         """
         run = {batch for batch, _ in self._trials}
-        furthest = _FURTHEST * max(run)
-        kept = [size for size in sizes if not self._moves(size) and size <= furthest]
-        moved = [size for size in sizes if self._moves(size) and size <= furthest]
+        kept = [size for size in sizes if not self._moves(size)]
+        moved = [size for size in sizes if self._moves(size)]
         wanted = {*kept[:2], *kept[-1:], *moved[:1], *moved[-1:], *run}
         for such in (kept, moved):
             wanted |= _middles([size for size in such if size in wanted], such)
-        return sorted(wanted - run)
+        return sorted(wanted - run - {batch for batch, _ in self._failed})
 
     def run_best(self, trials: int) -> None:
         """Run what is best as far as is known, until that was run twice: the first of many runs was also lucky.
