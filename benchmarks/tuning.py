@@ -3,9 +3,10 @@
     python benchmarks/tuning.py --output benchmarks/results/cpu-tuning.json
 
 For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Five sizes that are
-named here then take turns, to say how right its predictions were. A machine's speed wavers by a tenth from one
-minute to the next, so that a tuning and turns that follow it may each fall into a time of its own: tunings and turns
-alternate some times, and the median prediction is held against all turns. The first tuning's answer is judged.
+named here say how right its predictions were. A machine's speed wavers by a tenth to a third from one minute to the
+next, so that a tuning and turns that follow it would each fall into a time of its own: they train in processes of
+their own, and take a turn each time that the tuner is about to run something. Several tunings are held against all
+turns by their median prediction, and the first one's answer is judged.
 All sizes that fit, powers of two and one and a half times those, train in processes of their own that take turns of a
 few steps, or of some seconds where steps are short. What comes within a tenth of the best races once more, in new
 processes and shorter turns: the best of many sizes was also the luckiest, and three turns say little where speeds
@@ -23,16 +24,20 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 from statistics import harmonic_mean, median
 from typing import Any
 
 from environment import environment, write
+from torch._guards import active_fake_mode
 
-from outgrow.cli.interleave import Run, Setup, SetupFailed, interleave
+import outgrow
+from outgrow.cli.interleave import Row, Run, Setup, SetupFailed, Worker, interleave
 from outgrow.cli.job import make_job
 from outgrow.cli.options import Options
 from outgrow.cost.hardware import Hardware
@@ -63,6 +68,10 @@ _STEPS_OF_A_TURN = 3
 _LONG_STEP_SECONDS = 2.5
 _SECONDS_OF_A_TURN = 3.0
 _STEPS_OF_A_FINAL_TURN = 2
+_STEPS_OF_A_SHORT_TURN = 5
+_SECONDS_OF_A_SHORT_TURN = 0.8
+_NOISE_SAMPLES = 1000.0
+_BASE_BATCH = 32  # the command line's
 _CLOSE = 0.9
 _TRAINING_LIMIT_SECONDS = 3600
 
@@ -260,20 +269,18 @@ def _measure(name: str, given: argparse.Namespace, device: Hardware) -> Result:
 
 
 def _tunings(name: str, options: Options, given: argparse.Namespace) -> tuple[dict[str, Any], tuple[Named, ...]]:
-    """The first tuning's answer, and how right all were of the named batches, which take turns after each of them."""
-    answers: list[dict[str, Any]] = []
+    """The first tuning's answer, and how right all were of the named batches, which take turns meanwhile."""
+    setups = [Setup(str(batch), replace(options, batch=batch, data="synthetic")) for batch in _NAMED[name]]
     turns: dict[int, list[float]] = {batch: [] for batch in _NAMED[name]}
-    for _ in range(given.tunings):
-        answers.append(
-            _command(
-                "tune",
-                options,
-                *("--objective", "throughput", "--noise-scale", "1000"),
-                *(() if given.max_batch is None else ("--max-batch", str(given.max_batch))),
-            )
-        )
-        for batch, speeds in _named_turns(name, _in_one_pass(answers[-1]), ceil(given.named_rounds / given.tunings)):
-            turns[batch] += speeds
+    with ExitStack() as stack:
+        workers = [stack.enter_context(closing(Worker(setup))) for setup in setups]
+        for worker in workers:
+            worker.ready()
+        for worker in workers:
+            for _ in range(worker.setup.warmup):
+                worker.step()
+        take_turns = partial(_take_turns, workers, turns)
+        answers = [_tuning(options, given.max_batch, take_turns) for _ in range(given.tunings)]
     of_each = [_in_one_pass(answer) for answer in answers]
     named = tuple(
         Named(
@@ -287,25 +294,41 @@ def _tunings(name: str, options: Options, given: argparse.Namespace) -> tuple[di
     return answers[0], named
 
 
+def _tuning(options: Options, max_batch: int | None, before_run: Callable[[], None]) -> dict[str, Any]:
+    """What `outgrow tune` answers; `before_run` is called each time that the tuner builds something to run it."""
+    job = make_job(replace(options, data="synthetic"))
+
+    def make_step(batch: int, accumulation: int = 1) -> outgrow.TrainingStep:
+        if active_fake_mode() is None:
+            before_run()
+        return job.sized_step(batch, accumulation)
+
+    answer = outgrow.tune(
+        make_step,
+        budget=options.budget or "100%",
+        objective="throughput",
+        base_batch=_BASE_BATCH,
+        max_batch=max_batch,
+        noise_scale=_NOISE_SAMPLES,
+    )
+    print(answer, flush=True)
+    return answer.to_document()
+
+
+def _take_turns(workers: Sequence[Worker], turns: Mapping[int, list[float]]) -> None:
+    """One turn of each, of some steps; the first finds the caches cold, and does not count."""
+    for worker in workers:
+        batch = worker.setup.options.batch
+        worker.step()
+        rows: list[Row] = []
+        while len(rows) < _STEPS_OF_A_SHORT_TURN and sum(row.seconds for row in rows) < _SECONDS_OF_A_SHORT_TURN:
+            rows.append(worker.step())
+        turns[batch].append(batch / median(row.seconds for row in rows))
+
+
 def _in_one_pass(answer: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """The candidates that do not accumulate, by their batch."""
     return {item["batch_size"]: item for item in answer["candidates"] if item["accumulation"] == 1}
-
-
-def _named_turns(
-    name: str, predicted: Mapping[int, Mapping[str, Any]], rounds: int
-) -> Iterator[tuple[int, list[float]]]:
-    """Each named batch, and its samples per second in so many turns."""
-    image_size, budget = _NETWORKS[name]
-    options = Options(name, image_size=image_size, budget=budget, data="synthetic")
-    setups = [Setup(str(batch), replace(options, batch=batch)) for batch in _NAMED[name]]
-    steps = {str(batch): _steps_of_a_turn(predicted[batch]["predicted_step_seconds"]) for batch in _NAMED[name]}
-    runs = interleave(setups, rounds, steps)
-    for batch in _NAMED[name]:
-        run = runs[str(batch)]
-        if run.failure is not None:
-            raise SetupFailed(str(batch), run.failure)
-        yield batch, [batch / median(turn) for turn in _counted(run, steps[str(batch)])]
 
 
 def _steps_of_a_turn(step_seconds: float) -> int:
@@ -360,7 +383,6 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", action="append", choices=list(_NETWORKS), help="only this one; may be repeated")
     parser.add_argument("--tunings", type=int, default=3, help="how often the tuner looks")
-    parser.add_argument("--named-rounds", type=int, default=12, help="turns of each named batch, in all")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each batch")
     parser.add_argument("--final-rounds", type=int, default=6, help="turns in the final; of two steps one counts")
     parser.add_argument("--duel-rounds", type=int, default=12, help="turns of the two that meet at the end, alike")

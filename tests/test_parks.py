@@ -164,6 +164,34 @@ def test_networks_with_skips_train_the_same(network: str, policy: Policy) -> Non
     assert_equal_to_plain(supervised(NETWORKS[network]), policy=policy, share=0.5)
 
 
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_step_parks_the_same(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parked: list[int] = []
+    start_out = Parking.start_out
+
+    def starting_out(parking: Parking, value: int, offset: int) -> None:
+        before = len(parking._parked)
+        start_out(parking, value, offset)
+        if len(parking._parked) > before:
+            parked.append(value)
+
+    monkeypatch.setattr(Parking, "start_out", starting_out)
+    torch.manual_seed(0)
+    training = supervised(NETWORKS[network])()
+    in_steps: list[set[int]] = []
+    with outgrow.Session(
+        training.models, training.optimizers, budget="1GiB", policy=ParkAll(prefetch=False), least_moved_bytes=1
+    ) as session:
+        for k in range(8):
+            parked.clear()
+            with session.step():
+                training.run(k)
+            in_steps.append(set(parked))
+    assert in_steps[2], "in the first step under its plan something leaves"
+    for found in in_steps[3:]:
+        assert found == in_steps[2], "also once operators pass the mode"
+
+
 def test_what_is_parked_and_back_counts_as_kept() -> None:
     make = supervised(Collect)
     _, parked = train_in_session(make, 4, budget=1 << 30, policy=ParkAll())

@@ -37,6 +37,7 @@ class Sightings:
         self._sizes: dict[int, int] = {}
         self._births: dict[int, list[tuple[int, int]]] = {}  # by op, its values with their places among its outputs
         self._names: dict[int, str] = {}
+        self._makers: set[int] = set()  # ops that make the storages in which those values lie
         self._gradients: set[int] = set()
         self._remakes: dict[int, Remake] = {}
         if plan is not None and plan.parks:
@@ -59,6 +60,7 @@ class Sightings:
             elif index in (made := problem.trace.ops[value.birth].outputs):
                 self._births.setdefault(value.birth, []).append((made.index(index), index))
                 self._names[value.birth] = problem.trace.ops[value.birth].name
+                self._makers.add(problem.trace.storage_births[value.storage])
                 if value.kind is Kind.GRADIENT:
                     self._gradients.add(index)
 
@@ -85,8 +87,8 @@ class Sightings:
         return gradients
 
     def looks_out_for(self, number: int) -> bool:
-        """Whether op `number` is one that makes a value of the plan's."""
-        return number in self._births
+        """Whether op `number` makes a value of the plan's, or the storage that a later op writes it to."""
+        return number in self._births or number in self._makers
 
     def find(self, value: int) -> StorageRecord | None:
         """The storage of a value; None where it was not seen."""

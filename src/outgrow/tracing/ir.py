@@ -164,6 +164,14 @@ class Trace:
                 found.setdefault((value.kind, value.nbytes), []).append(value.storage)
         return {alike: tuple(sorted(numbers)) for alike, numbers in found.items()}
 
+    @cached_property
+    def storage_births(self) -> dict[int, int]:
+        """By the number of a storage the op that makes it, -1 for what was there before the step."""
+        births: dict[int, int] = {}
+        for value in self.values:
+            births[value.storage] = min(value.birth, births.get(value.storage, value.birth))
+        return births
+
     def with_ops(self, ops: Sequence[Op]) -> Trace:
         """The same step with other costs."""
         if len(ops) != len(self.ops):
