@@ -36,6 +36,7 @@ from steps import (
     ParkToFit,
     Training,
     assert_equal_to_plain,
+    bounds_of,
     budget_for,
     momentum,
     train_in_session,
@@ -190,6 +191,15 @@ def test_every_step_parks_the_same(network: str, monkeypatch: pytest.MonkeyPatch
     assert in_steps[2], "in the first step under its plan something leaves"
     for found in in_steps[3:]:
         assert found == in_steps[2], "also once operators pass the mode"
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_just_above_the_least_budget_later_steps_fit_as_the_first_ones_do(network: str) -> None:
+    make = supervised(NETWORKS[network])
+    budget = int(1.03 * bounds_of(make)[1])
+    ours, summaries = train_in_session(make, 8, budget=budget)
+    assert ours == train_plain(make, 8)
+    assert max(summary.measured_peak_bytes for summary in summaries) <= budget
 
 
 def test_what_is_parked_and_back_counts_as_kept() -> None:

@@ -319,6 +319,29 @@ def test_a_batch_whose_first_run_was_lucky_is_not_the_answer(monkeypatch: pytest
     assert answer.batch_size == 32
 
 
+def test_a_rival_that_is_close_is_run_as_often_as_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    batches: list[int] = []
+
+    def make(batch: int) -> outgrow.TrainingStep:
+        batches.append(batch)
+        return make_mlp(batch)
+
+    def timed(*arguments: Any, **options: Any) -> Trial:
+        trial = run_trial(*arguments, **options)
+        runs.append(batches[-1])
+        return replace(trial, runs=({16: 0.2, 24: 0.2424, 32: 0.32}.get(batches[-1], 1.0),))
+
+    monkeypatch.setattr(tuner, "run_trial", timed)
+    answer = outgrow.tune(
+        make, budget="1GiB", objective="throughput", base_batch=16, max_batch=32, noise_scale=1e4, trials=9
+    )
+    assert set(runs[15:]) == {24, 32}
+    assert runs.count(24) + runs.count(32) == 3 + 9
+    assert abs(runs.count(24) - runs.count(32)) <= 1
+    assert answer.batch_size == 32
+
+
 def test_nor_where_there_are_no_more_runs_to_be_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
 
@@ -331,7 +354,7 @@ def test_nor_where_there_are_no_more_runs_to_be_sure(monkeypatch: pytest.MonkeyP
         return replace(trial, runs=(1e-3 if built[-1] == 24 else 0.1 + 0.01 * built[-1],))
 
     monkeypatch.setattr(tuner, "run_trial", timed)
-    monkeypatch.setattr(tuner, "_CLOSE", 0.0)  # all are run, as far as runs go
+    monkeypatch.setattr(tuner, "_DOUBT", 1e6)  # all are run, as far as runs go
     answer = outgrow.tune(
         make, budget="1GiB", objective="throughput", base_batch=16, max_batch=32, noise_scale=1e4, trials=1
     )
@@ -408,7 +431,7 @@ def test_long_steps_are_run_less_often(monkeypatch: pytest.MonkeyPatch, at_least
 
 
 def test_what_is_foretold_to_be_nearly_as_good_is_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "_CLOSE", 0.0)  # as if all were
+    monkeypatch.setattr(tuner, "_DOUBT", 1e6)  # as if all might be better
     answer = outgrow.tune(
         make_mlp, budget="1GiB", objective="throughput", base_batch=4, max_batch=16, noise_scale=1e4, trials=20
     )

@@ -235,7 +235,7 @@ def tune(
     objective: opt.Objective = "goodput",
     noise_scale: opt.NoiseScale = None,
     max_batch: opt.MaxBatch = None,
-    trials: opt.Trials = 6,
+    trials: opt.Trials = 12,
     plot: opt.TuningPlot = None,
     report: opt.Report = None,
     save_plan: opt.SavedPlan = None,

@@ -363,7 +363,7 @@ Trials = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Most real runs beyond the base batch and the ends of the curve, the answer's second one among them.",
+        help="Most real runs beyond the base batch and the ends of the curve: of what is best, and of what may be.",
     ),
 ]
 TuningPlot = Annotated[

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from outgrow.planning.plan import Plan
 from outgrow.session import Session
@@ -63,8 +63,8 @@ class Trial:
 
     @property
     def step_seconds(self) -> float:
-        """The mean of the runs."""
-        return fmean(self.runs)
+        """The median of the runs."""
+        return median(self.runs)
 
     def after(self, earlier: Trial) -> Trial:
         """What all runs of a candidate took, and their highest peak."""
@@ -78,7 +78,7 @@ class Trial:
         recorded = self.plan.problem.trace
         prediction = self.plan.simulate()
         took, foretold = self.step_seconds, prediction.step_seconds
-        stalled, foretold_stall = fmean(self.stalls), prediction.stall_seconds
+        stalled, foretold_stall = median(self.stalls), prediction.stall_seconds
         if stalled < took and foretold_stall < foretold:  # a disk does not wait longer because ops take longer
             took, foretold = took - stalled, foretold - foretold_stall
         pace = took / foretold

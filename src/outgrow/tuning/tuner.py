@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import inf
+from math import inf, sqrt
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -52,11 +52,11 @@ Objective = Literal["goodput", "throughput"]
 # passes are compared.
 _NOISE_STEPS, _NOISE_PASSES = 16, 16
 _MOST_PASSES = 16
-_RUNS_OF_THE_BEST = 2  # and the mean of both counts
+_RUNS_OF_THE_BEST = 2  # no answer was run less
 # So often what all predictions rest on is run, in turns: a machine's speed wavers for half a minute at a time.
 _ROUNDS = 3
-# Predictions are right to a tenth: what is foretold to be worth this share of the best may be better.
-_CLOSE = 0.9
+# What a batch is worth may be more by this share where it was foretold, which falls with the root of its runs.
+_DOUBT = 0.1
 # No line is drawn over a wider gap between batches than this times the smaller one, if there is one in between.
 _WIDEST_GAP = 4
 # The largest batch that predictions rest on, over the base batch: still larger ones take long, and lie on its line.
@@ -73,7 +73,7 @@ def tune(
     epoch_samples: int | None = None,
     noise_scale: float | None = None,
     policy: str = "auto",
-    trials: int = 6,
+    trials: int = 12,
     trial_steps: int = 5,
     spill_dir: str | Path | None = None,
     allow_tmpfs: bool = False,
@@ -305,26 +305,33 @@ class _Search:
         return sorted(wanted - run - {batch for batch, _ in self._failed})
 
     def run_best(self, trials: int) -> None:
-        """Run what is best as far as is known, until that was run twice: the first of many runs was also lucky.
+        """Run what is best as far as is known, and what may be better, until nothing may, but no more than so often.
 
-        Then what is foretold to be nearly as good.
+        Of the best and of the one that may be better by most, the one that was run less (LUCB, Kalyanakrishnan et al.
+        2012): a machine's speed wavers, and the best of some single runs was also the luckiest.
         """
         for _ in range(trials):
-            known = sorted(self._candidates(), key=self._worth, reverse=True)
+            known = list(self._candidates())
             if not known:
                 return
-            best = known[0]
-            is_sure = self._is_sure(best)
-            least = _CLOSE * self._worth(best)
-            close = (item for item in known if item.measured_step_seconds is None and self._worth(item) >= least)
-            following = next(close, None) if is_sure else best
-            if following is None:
+            best = max(known, key=self._worth)
+            rivals = [item for item in known if item is not best]
+            rival = max(rivals, key=self._hope, default=best)
+            if self._is_sure(best) and (rival is best or self._hope(rival) <= self._worth(best)):
                 return
+            following = rival if self._is_sure(best) and self._runs(rival) <= self._runs(best) else best
             self._run(following.micro_batch, following.accumulation)
 
-    def _is_sure(self, candidate: Candidate) -> bool:
+    def _runs(self, candidate: Candidate) -> int:
         trial = self._trials.get((candidate.micro_batch, candidate.accumulation))
-        return trial is not None and len(trial.runs) >= _RUNS_OF_THE_BEST
+        return 0 if trial is None else len(trial.runs)
+
+    def _hope(self, candidate: Candidate) -> float:
+        """What a candidate may be worth."""
+        return self._worth(candidate) * (1 + _DOUBT / sqrt(1 + self._runs(candidate)))
+
+    def _is_sure(self, candidate: Candidate) -> bool:
+        return self._runs(candidate) >= _RUNS_OF_THE_BEST
 
     def answer(self, epoch_samples: int | None) -> Tuning:
         """The best of what was run."""
