@@ -239,7 +239,7 @@ def _measure(name: str, given: argparse.Namespace, device: Hardware) -> Result:
     best = max(sizes, key=lambda size: size.measured)
     measured = {size.batch: size.measured for size in sizes}
     final = _final(name, measured, answer["micro_batch"], given.final_rounds, given.duel_rounds)
-    trained = _command("train", replace(options, batch=answer["micro_batch"]), "--steps", str(_STEPS_OF_THE_CHOICE))
+    trained = _trained(replace(options, batch=answer["micro_batch"]), _STEPS_OF_THE_CHOICE)
     job = make_job(options)
     budget_bytes = parse_bytes(budget)
 
@@ -347,12 +347,11 @@ def _counted(run: Run, steps_of_a_turn: int) -> list[list[float]]:
     return [[row.seconds for row in run.rows[start + first : start + steps_of_a_turn]] for start in starts]
 
 
-def _command(command: str, options: Options, *more: str) -> dict[str, Any]:
-    """What a command of ours answers, run in a process of its own."""
+def _trained(options: Options, steps: int) -> dict[str, Any]:
+    """What `outgrow train` says of so many steps, in a process of its own."""
     given = [options.network, "--image-size", str(options.image_size), "--budget", str(options.budget)]
-    if command == "train":
-        given += ["--batch", str(options.batch)]
-    arguments = [sys.executable, "-m", "outgrow.cli.main", command, *given, "--data", "synthetic", *more, "--json"]
+    given += ["--batch", str(options.batch), "--data", "synthetic", "--steps", str(steps), "--json"]
+    arguments = [sys.executable, "-m", "outgrow.cli.main", "train", *given]
     done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True, timeout=_TRAINING_LIMIT_SECONDS)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

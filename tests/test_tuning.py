@@ -1,7 +1,7 @@
 """The tuner: what it knows of a step at any batch, what it answers, and what it says to nonsense."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -298,7 +298,10 @@ def test_the_answer_was_run_inside_the_budget(small_answer: outgrow.Tuning) -> N
     assert all(0 < (item.measured_peak_bytes or 0) <= SMALL_BUDGET for item in run)
 
 
-def test_a_batch_whose_first_run_was_lucky_is_not_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_times_of(
+    seconds_of: Callable[[list[int]], float], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Callable[[int], outgrow.TrainingStep], list[int]]:
+    """Steps for the tuner whose runs take what `seconds_of` says of the batches run so far; and those batches."""
     built: list[int] = []
     runs: list[int] = []
 
@@ -309,9 +312,14 @@ def test_a_batch_whose_first_run_was_lucky_is_not_the_answer(monkeypatch: pytest
     def timed(*arguments: Any, **options: Any) -> Trial:
         trial = run_trial(*arguments, **options)
         runs.append(built[-1])
-        return replace(trial, runs=(0.1 if runs == [16] else 1.0,))
+        return replace(trial, runs=(seconds_of(runs),))
 
     monkeypatch.setattr(tuner, "run_trial", timed)
+    return make, runs
+
+
+def test_a_batch_whose_first_run_was_lucky_is_not_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, runs = with_times_of(lambda runs: 0.1 if runs == [16] else 1.0, monkeypatch)
     answer = outgrow.tune(
         make, budget="1GiB", objective="throughput", base_batch=16, max_batch=32, noise_scale=1e4, trials=9
     )
@@ -320,19 +328,8 @@ def test_a_batch_whose_first_run_was_lucky_is_not_the_answer(monkeypatch: pytest
 
 
 def test_a_rival_that_is_close_is_run_as_often_as_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-    batches: list[int] = []
-
-    def make(batch: int) -> outgrow.TrainingStep:
-        batches.append(batch)
-        return make_mlp(batch)
-
-    def timed(*arguments: Any, **options: Any) -> Trial:
-        trial = run_trial(*arguments, **options)
-        runs.append(batches[-1])
-        return replace(trial, runs=({16: 0.2, 24: 0.2424, 32: 0.32}.get(batches[-1], 1.0),))
-
-    monkeypatch.setattr(tuner, "run_trial", timed)
+    times = {16: 0.2, 24: 0.2424, 32: 0.32}
+    make, runs = with_times_of(lambda runs: times.get(runs[-1], 1.0), monkeypatch)
     answer = outgrow.tune(
         make, budget="1GiB", objective="throughput", base_batch=16, max_batch=32, noise_scale=1e4, trials=9
     )
@@ -343,17 +340,7 @@ def test_a_rival_that_is_close_is_run_as_often_as_the_best(monkeypatch: pytest.M
 
 
 def test_nor_where_there_are_no_more_runs_to_be_sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[int] = []
-
-    def make(batch: int) -> outgrow.TrainingStep:
-        built.append(batch)
-        return make_mlp(batch)
-
-    def timed(*arguments: Any, **options: Any) -> Trial:
-        trial = run_trial(*arguments, **options)
-        return replace(trial, runs=(1e-3 if built[-1] == 24 else 0.1 + 0.01 * built[-1],))
-
-    monkeypatch.setattr(tuner, "run_trial", timed)
+    make, _ = with_times_of(lambda runs: 1e-3 if runs[-1] == 24 else 0.1 + 0.01 * runs[-1], monkeypatch)
     monkeypatch.setattr(tuner, "_DOUBT", 1e6)  # all are run, as far as runs go
     answer = outgrow.tune(
         make, budget="1GiB", objective="throughput", base_batch=16, max_batch=32, noise_scale=1e4, trials=1

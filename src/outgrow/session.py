@@ -275,6 +275,11 @@ class Session:
         """End the session: saved values that are still wanted come back, threads end, the spill file goes.
 
         Closing twice is harmless.
+
+        Raises:
+            SessionError: a step is open.
+            SpillError, DeviceOutOfMemory, BudgetTooSmall, TraceMismatch: a saved value could not come back; all else
+                is closed.
         """
         if self._closed:
             return
