@@ -5,7 +5,7 @@
 For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Five sizes that are
 named here say how right its predictions were. A machine's speed wavers by a tenth to a third from one minute to the
 next, so that a tuning and turns that follow it would each fall into a time of its own: they train in processes of
-their own, and take a turn each time that the tuner is about to run something. Several tunings are held against all
+their own, and take a turn each time that the tuner is about to run something; now and then new processes come. Several tunings are held against all
 turns by their median prediction, and the first one's answer is judged.
 All sizes that fit, powers of two and one and a half times those, train in processes of their own that take turns of a
 few steps, or of some seconds where steps are short. What comes within a tenth of the best races once more, in new
@@ -27,7 +27,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from math import ceil
 from pathlib import Path
 from statistics import harmonic_mean, median
@@ -70,6 +69,7 @@ _SECONDS_OF_A_TURN = 3.0
 _STEPS_OF_A_FINAL_TURN = 2
 _STEPS_OF_A_SHORT_TURN = 5
 _SECONDS_OF_A_SHORT_TURN = 0.8
+_TURNS_OF_A_PROCESS = 8
 _NOISE_SAMPLES = 1000.0
 _BASE_BATCH = 32  # the command line's
 _CLOSE = 0.9
@@ -270,17 +270,8 @@ def _measure(name: str, given: argparse.Namespace, device: Hardware) -> Result:
 
 def _tunings(name: str, options: Options, given: argparse.Namespace) -> tuple[dict[str, Any], tuple[Named, ...]]:
     """The first tuning's answer, and how right all were of the named batches, which take turns meanwhile."""
-    setups = [Setup(str(batch), replace(options, batch=batch, data="synthetic")) for batch in _NAMED[name]]
-    turns: dict[int, list[float]] = {batch: [] for batch in _NAMED[name]}
-    with ExitStack() as stack:
-        workers = [stack.enter_context(closing(Worker(setup))) for setup in setups]
-        for worker in workers:
-            worker.ready()
-        for worker in workers:
-            for _ in range(worker.setup.warmup):
-                worker.step()
-        take_turns = partial(_take_turns, workers, turns)
-        answers = [_tuning(options, given.max_batch, take_turns) for _ in range(given.tunings)]
+    with closing(_Turns(options, _NAMED[name])) as turns:
+        answers = [_tuning(options, given.max_batch, turns.take) for _ in range(given.tunings)]
     of_each = [_in_one_pass(answer) for answer in answers]
     named = tuple(
         Named(
@@ -289,7 +280,7 @@ def _tunings(name: str, options: Options, given: argparse.Namespace) -> tuple[di
             tuple(predicted[batch]["predicted_samples_per_second"] for predicted in of_each),
             tuple(speeds),
         )
-        for batch, speeds in turns.items()
+        for batch, speeds in turns.found.items()
     )
     return answers[0], named
 
@@ -315,15 +306,45 @@ def _tuning(options: Options, max_batch: int | None, before_run: Callable[[], No
     return answer.to_document()
 
 
-def _take_turns(workers: Sequence[Worker], turns: Mapping[int, list[float]]) -> None:
-    """One turn of each, of some steps; the first finds the caches cold, and does not count."""
-    for worker in workers:
-        batch = worker.setup.options.batch
-        worker.step()
-        rows: list[Row] = []
-        while len(rows) < _STEPS_OF_A_SHORT_TURN and sum(row.seconds for row in rows) < _SECONDS_OF_A_SHORT_TURN:
-            rows.append(worker.step())
-        turns[batch].append(batch / median(row.seconds for row in rows))
+class _Turns:
+    """Batches that take turns in processes of their own: samples per second of each, turn by turn.
+
+    A process has luck of its own with the memory it is given, some hundredths all its life: now and then new ones come.
+    """
+
+    def __init__(self, options: Options, batches: Sequence[int]) -> None:
+        self._setups = [Setup(str(batch), replace(options, batch=batch, data="synthetic")) for batch in batches]
+        self._workers = ExitStack()
+        self._current: list[Worker] = []
+        self.found: dict[int, list[float]] = {batch: [] for batch in batches}
+        self._taken = 0
+
+    def take(self) -> None:
+        """One turn of each, of some steps; the first finds the caches cold, and does not count."""
+        if self._taken % _TURNS_OF_A_PROCESS == 0:
+            self._renew()
+        self._taken += 1
+        for worker in self._current:
+            batch = worker.setup.options.batch
+            worker.step()
+            rows: list[Row] = []
+            while len(rows) < _STEPS_OF_A_SHORT_TURN and sum(row.seconds for row in rows) < _SECONDS_OF_A_SHORT_TURN:
+                rows.append(worker.step())
+            self.found[batch].append(batch / median(row.seconds for row in rows))
+
+    def close(self) -> None:
+        """End all processes."""
+        self._workers.close()
+
+    def _renew(self) -> None:
+        self._workers.close()
+        self._workers = ExitStack()
+        self._current = [self._workers.enter_context(closing(Worker(setup))) for setup in self._setups]
+        for worker in self._current:
+            worker.ready()
+        for worker in self._current:
+            for _ in range(worker.setup.warmup):
+                worker.step()
 
 
 def _in_one_pass(answer: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:

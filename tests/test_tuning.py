@@ -23,6 +23,7 @@ from outgrow.tuning import tuner
 from outgrow.tuning.builder import Builder
 from outgrow.tuning.calibration import Calibration, Sample
 from outgrow.tuning.limits import largest_within
+from outgrow.tuning.pace import FixedWork, Run
 from outgrow.tuning.rates import Rule, rate_factor, rule_for, warmup_steps
 from outgrow.tuning.scaling import StepFamily
 from outgrow.tuning.steps import synthetic_step
@@ -90,12 +91,19 @@ def estimated_traces() -> dict[int, outgrow.Trace]:
 
 def calibrated(*batches: int, moves: bool = False) -> tuple[Calibration, dict[int, outgrow.Trace]]:
     """What such steps say whose ops took 0.1 ms and three times their estimate, and held 10 bytes a sample."""
-    device, estimated = outgrow.find_hardware("k40c"), estimated_traces()
-    calibration = Calibration(device)
-    for batch in batches:
-        ops = [replace(op, seconds=1e-4 + 3 * op.seconds, workspace_bytes=10 * batch) for op in estimated[batch].ops]
-        calibration.learn(Sample(batch, moves, estimated[batch], estimated[batch].with_ops(ops)), device)
-    return calibration, estimated
+    estimated = estimated_traces()
+    samples = [sampled(batch, estimated[batch], moves=moves) for batch in batches]
+    return Calibration(outgrow.find_hardware("k40c"), samples), estimated
+
+
+def sampled(batch: int, estimated: outgrow.Trace, *, moves: bool = False) -> Sample:
+    ops = [replace(op, seconds=1e-4 + 3 * op.seconds, workspace_bytes=10 * batch) for op in estimated.ops]
+    return Sample(batch, moves, estimated, estimated.with_ops(ops))
+
+
+def slow(batch: int, estimated: outgrow.Trace) -> Sample:
+    """A step that kept everything, and whose ops took a second each."""
+    return Sample(batch, False, estimated, estimated.with_ops([replace(op, seconds=1.0) for op in estimated.ops]))
 
 
 def test_between_measured_batches_an_op_takes_what_lies_on_a_line() -> None:
@@ -126,22 +134,21 @@ def test_one_measured_batch_says_how_many_times_its_estimate_an_op_takes() -> No
 
 
 def test_an_op_that_was_slower_in_a_smaller_batch_does_not_get_faster_for_ever() -> None:
-    calibration, estimated = calibrated(4, 16)
-    slow = estimated[4].with_ops([replace(op, seconds=1.0) for op in estimated[4].ops])
-    calibration.learn(Sample(4, False, estimated[4], slow), outgrow.find_hardware("k40c"))
+    estimated = estimated_traces()
+    samples = slow(4, estimated[4]), sampled(16, estimated[16])
+    calibration = Calibration(outgrow.find_hardware("k40c"), samples)
     found = calibration.timed(32, estimated[32], moves=False)
     assert all(op.seconds >= 1e-4 for op in found.ops)
 
 
 def test_steps_of_other_ops_than_those_that_were_estimated_tell_of_the_step_as_a_whole() -> None:
     estimated = estimated_traces()
-    calibration = Calibration(outgrow.find_hardware("k40c"))
+    samples = []
     for batch in (4, 16):
         whole = 0.01 + 3 * estimated[batch].seconds
         ops = [replace(op, name="own::op", seconds=whole / len(estimated[batch].ops)) for op in estimated[batch].ops]
-        calibration.learn(
-            Sample(batch, False, estimated[batch], estimated[batch].with_ops(ops)), outgrow.find_hardware("k40c")
-        )
+        samples.append(Sample(batch, False, estimated[batch], estimated[batch].with_ops(ops)))
+    calibration = Calibration(outgrow.find_hardware("k40c"), samples)
     for batch in (2, 4, 8, 16, 32):
         found = calibration.timed(batch, estimated[batch], moves=False)
         assert found.seconds == pytest.approx(0.01 + 3 * estimated[batch].seconds)
@@ -160,9 +167,9 @@ def test_no_op_ever_takes_less_than_nothing(batches: set[int], batch: int, moves
 
 
 def test_steps_that_move_something_tell_of_such_steps_as_far_as_there_are_any() -> None:
-    calibration, estimated = calibrated(4, 16, moves=True)
-    slow = estimated[8].with_ops([replace(op, seconds=1.0) for op in estimated[8].ops])
-    calibration.learn(Sample(8, False, estimated[8], slow), outgrow.find_hardware("k40c"))
+    estimated = estimated_traces()
+    moving = [sampled(batch, estimated[batch], moves=True) for batch in (4, 16)]
+    calibration = Calibration(outgrow.find_hardware("k40c"), [*moving, slow(8, estimated[8])])
     kept = calibration.timed(8, estimated[8], moves=False)
     moved = calibration.timed(8, estimated[8], moves=True)
     assert {op.seconds for op in kept.ops} == {1.0}
@@ -299,9 +306,14 @@ def test_the_answer_was_run_inside_the_budget(small_answer: outgrow.Tuning) -> N
 
 
 def with_times_of(
-    seconds_of: Callable[[list[int]], float], monkeypatch: pytest.MonkeyPatch
+    seconds_of: Callable[[list[int]], float],
+    monkeypatch: pytest.MonkeyPatch,
+    pace_of: Callable[[int], float] = lambda batch: 1.0,
 ) -> tuple[Callable[[int], outgrow.TrainingStep], list[int]]:
-    """Steps for the tuner whose runs take what `seconds_of` says of the batches run so far; and those batches."""
+    """Steps for the tuner whose runs take what `seconds_of` says of the batches run so far; and those batches.
+
+    `pace_of` a batch says how many times as long all work takes on the machine when it is run.
+    """
     built: list[int] = []
     runs: list[int] = []
 
@@ -312,7 +324,8 @@ def with_times_of(
     def timed(*arguments: Any, **options: Any) -> Trial:
         trial = run_trial(*arguments, **options)
         runs.append(built[-1])
-        return replace(trial, runs=(seconds_of(runs),))
+        pace = pace_of(built[-1])
+        return replace(trial, runs=(Run(pace * seconds_of(runs), stall_seconds=0.0, fixed_seconds=0.01 * pace),))
 
     monkeypatch.setattr(tuner, "run_trial", timed)
     return make, runs
@@ -337,6 +350,19 @@ def test_a_rival_that_is_close_is_run_as_often_as_the_best(monkeypatch: pytest.M
     assert runs.count(24) + runs.count(32) == 3 + 9
     assert abs(runs.count(24) - runs.count(32)) <= 1
     assert answer.batch_size == 32
+
+
+def test_a_batch_that_is_run_while_the_machine_is_slow_is_not_the_worse_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seconds_of(runs: list[int]) -> float:
+        return 0.1 + 0.001 * runs[-1]
+
+    make, _ = with_times_of(seconds_of, monkeypatch, lambda batch: 2.0 if batch == 32 else 1.0)
+    answer = outgrow.tune(make, budget="1GiB", objective="throughput", base_batch=16, max_batch=32, noise_scale=1e4)
+    assert answer.batch_size == 32
+    measured = {item.batch_size: item.measured_step_seconds for item in answer.candidates}
+    assert measured[32] / measured[16] == pytest.approx(0.132 / 0.116)
 
 
 def test_nor_where_there_are_no_more_runs_to_be_sure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,11 +417,11 @@ def test_a_budget_without_room_for_the_noise_is_tuned_without_it(monkeypatch: py
 
 def test_a_run_is_foretold_from_itself_with_its_stalls_as_they_were() -> None:
     terms = Terms(SMALL_BUDGET, "vdnn-all")
-    trial = run_trial(partial(make_mlp, 96), terms, 3)
-    slower = replace(trial, runs=(3.0,), stalls=(1.0,))
+    trial = run_trial(partial(make_mlp, 96), terms, 3, FixedWork())
+    slower = replace(trial, runs=(Run(3.0, stall_seconds=1.0, fixed_seconds=1.0),))
     prediction = slower.plan.simulate()
     own = prediction.step_seconds - prediction.stall_seconds
-    paced = sum(op.seconds for op in slower.trace.ops) / slower.plan.problem.trace.seconds
+    paced = slower.trace_of(3.0).seconds / slower.plan.problem.trace.seconds
     assert paced == pytest.approx(2.0 / own)
 
 
@@ -412,7 +438,8 @@ def test_long_steps_are_run_less_often(monkeypatch: pytest.MonkeyPatch, at_least
         made.step(drawn)
 
     terms = Terms(1 << 30, "auto")
-    run_trial(lambda: made._replace(step=step), terms, 6, at_least=at_least, on_step=lambda: reported.append(None))
+    make = partial(made._replace, step=step)
+    run_trial(make, terms, 6, FixedWork(), at_least=at_least, on_step=lambda: reported.append(None))
     assert len(steps) == 3 + counted
     assert len(reported) == 6
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outgrow.cost.hardware import Hardware
@@ -43,18 +43,13 @@ class Calibration:
     beyond all of them, at the two nearest: kernels take some time however few samples there are, and then so much a
     sample. Its workspace lies on such a line between two batches, and beyond them it is no less than the nearest's.
     Where the ops of a real step are not the estimated ones, all this holds for the step as a whole. Of times, steps
-    whose plans move something tell of such steps, and others of others, as far as there are both.
+    whose plans move something tell of such steps, and others of others, as far as there are both. `hardware` is the
+    machine with the copying speeds that they saw.
     """
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, samples: Iterable[Sample] = ()) -> None:
         self.hardware = hardware
-        self._samples: list[Sample] = []
-
-    def learn(self, sample: Sample, hardware: Hardware) -> None:
-        """Add a real step, or what is known of it now; `hardware` is the machine with the copying speeds it saw."""
-        self.hardware = hardware
-        others = [item for item in self._samples if item.batch != sample.batch]
-        self._samples = sorted([*others, sample], key=lambda item: item.batch)
+        self._samples = sorted(samples, key=lambda item: item.batch)
 
     def sized(self, batch: int, estimated: Trace) -> Trace:
         """An estimated trace with the workspaces to expect."""

@@ -13,6 +13,7 @@ from outgrow.planning.plan import Plan
 from outgrow.session import Session
 from outgrow.tracing.capture import TrainingStep
 from outgrow.tracing.ir import Trace
+from outgrow.tuning.pace import FixedWork, Run
 
 # The first two steps are recorded, and the third proves recipes.
 _WARM_UP_STEPS = 3
@@ -21,6 +22,8 @@ _LEAST_SECONDS = 4.0
 _MOST_TIMES = 5
 # In a long step that evens out by itself: after so many seconds few are enough.
 _ENOUGH_SECONDS = 10.0
+# Before each step that counts the machine's own pace is measured, for this share of a step's time.
+_SHARE_OF_PACE = 0.05
 
 
 @dataclass(frozen=True)
@@ -50,35 +53,26 @@ class Trial:
     """What steps of one candidate took.
 
     Attributes:
-        runs: of each run the median of the steps under the plan, in seconds.
-        stalls: of each run the median time for which these waited for copies, in seconds.
+        runs: one after the other.
         peak_bytes: the highest of all steps, the first ones too.
         plan: what the last step followed, with the trace and the device as they were measured.
     """
 
-    runs: tuple[float, ...]
-    stalls: tuple[float, ...]
+    runs: tuple[Run, ...]
     peak_bytes: int
     plan: Plan
 
-    @property
-    def step_seconds(self) -> float:
-        """The median of the runs."""
-        return median(self.runs)
-
     def after(self, earlier: Trial) -> Trial:
-        """What all runs of a candidate took, and their highest peak."""
+        """All runs of a candidate, and their highest peak."""
         peak = max(earlier.peak_bytes, self.peak_bytes)
-        runs, stalls = (*earlier.runs, *self.runs), (*earlier.stalls, *self.stalls)
-        return replace(self, runs=runs, stalls=stalls, peak_bytes=peak)
+        return replace(self, runs=(*earlier.runs, *self.runs), peak_bytes=peak)
 
-    @property
-    def trace(self) -> Trace:
-        """The step as it was recorded, at the pace of the steps that came after."""
+    def trace_of(self, step_seconds: float) -> Trace:
+        """The step as it was recorded, at the pace of one that takes so many seconds under the plan."""
         recorded = self.plan.problem.trace
         prediction = self.plan.simulate()
-        took, foretold = self.step_seconds, prediction.step_seconds
-        stalled, foretold_stall = median(self.stalls), prediction.stall_seconds
+        took, foretold = step_seconds, prediction.step_seconds
+        stalled, foretold_stall = median(run.stall_seconds for run in self.runs), prediction.stall_seconds
         if stalled < took and foretold_stall < foretold:  # a disk does not wait longer because ops take longer
             took, foretold = took - stalled, foretold - foretold_stall
         pace = took / foretold
@@ -98,6 +92,7 @@ def run_trial(
     make: Callable[[], TrainingStep],
     terms: Terms,
     steps: int,
+    fixed_work: FixedWork,
     *,
     at_least: int = 2,
     plan: Plan | None = None,
@@ -106,8 +101,9 @@ def run_trial(
 ) -> Trial:
     """Build the step, run it a few times to settle and then about `steps` times; everything is let go of at the end.
 
-    Short steps are run more often, and long ones less, but `at_least` so often. `plan` is what the first step
-    follows, if there is one. `on_step` is called `steps` times, in all; `afterwards` may do more with what was built.
+    Short steps are run more often, and long ones less, but `at_least` so often; the fixed work runs between them, and
+    tells the machine's pace. `plan` is what the first step follows, if there is one. `on_step` is called `steps`
+    times, in all; `afterwards` may do more with what was built.
 
     Raises:
         BudgetTooSmall, SpillError: see `Session`.
@@ -115,12 +111,15 @@ def run_trial(
     made = make()
     seconds: list[float] = []
     stalls: list[float] = []
+    paces: list[float] = []
     try:
         with terms.open(made, plan) as session:
             for _ in range(_WARM_UP_STEPS):
-                run_step(made, session)
+                last = run_step(made, session)
             while not _are_enough(seconds, steps, at_least):
-                seconds.append(run_step(made, session))
+                paces.append(fixed_work.seconds(_SHARE_OF_PACE * last))
+                last = run_step(made, session)
+                seconds.append(last)
                 stalls.append(session.summary().stall_seconds)
                 if len(seconds) <= steps:
                     on_step()
@@ -134,7 +133,7 @@ def run_trial(
         del made
         gc.collect()  # models hold themselves in cycles, and the next one needs the room
     assert plan is not None, "every step that was recorded has a plan"
-    return Trial((median(seconds),), (median(stalls),), peak, plan)
+    return Trial((Run(median(seconds), median(stalls), median(paces)),), peak, plan)
 
 
 def _are_enough(seconds: Sequence[float], steps: int, at_least: int) -> bool:

@@ -14,12 +14,14 @@ from functools import partial
 from itertools import pairwise
 from math import inf, sqrt
 from pathlib import Path
+from statistics import median
 from typing import Literal, get_args
 
 import psutil
 from rich.progress import Progress, TaskID
 
 from outgrow.cost.estimate import estimate
+from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.errors import BudgetTooSmall, TuningError
 from outgrow.learning import Planner, keeps_everything
@@ -39,6 +41,7 @@ from outgrow.tuning.builder import Builder, rates_of
 from outgrow.tuning.calibration import Calibration, Sample
 from outgrow.tuning.limits import largest_within
 from outgrow.tuning.noise import GradientNoise, NoiseScale, efficiency
+from outgrow.tuning.pace import FixedWork, at_usual_pace
 from outgrow.tuning.rates import rate_factor, warmup_steps
 from outgrow.tuning.scaling import StepFamily
 from outgrow.tuning.trial import Terms, Trial, run_step, run_trial
@@ -229,7 +232,9 @@ class _Search:
         self._rates: tuple[float, ...] = ()
         self._plans: dict[int, Plan] = {}  # of one pass, by its batch
         self._only_divided: list[int] = []  # batches that are in reach in several passes alone
+        self._fixed_work = FixedWork()
         self._trials: dict[tuple[int, int], Trial] = {}
+        self._seconds: dict[tuple[int, int], float] = {}  # of a step of what was run, at the machine's usual pace
         self._predicted: dict[tuple[int, int], Candidate] = {}  # of what was run later, as predicted before
         self._failed: set[tuple[int, int]] = set()
         self._failures: list[Exception] = []
@@ -382,7 +387,7 @@ class _Search:
     def _problem(self, batch: int) -> Problem:
         trial = self._trials.get((batch, 1))
         if trial is not None:
-            return replace(trial.plan.problem, trace=trial.trace)
+            return replace(trial.plan.problem, trace=trial.trace_of(self._seconds[batch, 1]))
         trace = self._calibration.timed(batch, self._sized(batch), moves=self._moves(batch))
         return Problem(trace, self._calibration.hardware, self._terms.budget_bytes)
 
@@ -431,7 +436,7 @@ class _Search:
             efficiency=efficiency(batch, self._base, self._samples_of_noise),
             foretold=trial is None or key in self._predicted,
             measured_peak_bytes=None if trial is None else trial.peak_bytes,
-            measured_step_seconds=None if trial is None else trial.step_seconds,
+            measured_step_seconds=self._seconds.get(key),
         )
 
     def _prediction(self, micro_batch: int, passes: int) -> Candidate:
@@ -479,6 +484,7 @@ class _Search:
                 partial(self._make, micro_batch, passes),
                 self._terms,
                 steps,
+                self._fixed_work,
                 at_least=at_least,
                 plan=self._plan_to_run(micro_batch, passes),
                 on_step=self._reporter.advance,
@@ -491,13 +497,25 @@ class _Search:
             self._failed.add(key)
             self._failures.append(_without_frames(error))
             return
-        trial = trial if before is None else trial.after(before)
-        self._trials[key] = trial
-        if passes == 1:
-            moves = not keeps_everything(trial.plan)
-            sample = Sample(micro_batch, moves, self._estimated(micro_batch), trial.trace)
-            self._calibration.learn(sample, trial.plan.problem.hardware)
-            self._correct()
+        self._trials[key] = trial if before is None else trial.after(before)
+        self._learn(trial.plan.problem.hardware)
+
+    def _learn(self, hardware: Hardware) -> None:
+        """See what all runs say together: one more also says more of the pace that the machine had in the others."""
+        paced = at_usual_pace({key: trial.runs for key, trial in self._trials.items()})
+        self._seconds = {key: median(seconds) for key, seconds in paced.items()}
+        samples = (
+            Sample(
+                batch,
+                not keeps_everything(trial.plan),
+                self._estimated(batch),
+                trial.trace_of(self._seconds[batch, 1]),
+            )
+            for (batch, passes), trial in self._trials.items()
+            if passes == 1
+        )
+        self._calibration = Calibration(hardware, samples)
+        self._correct()
 
     def _plan_to_run(self, micro_batch: int, passes: int) -> Plan | None:
         """The plan of the run before; else ours, as one whose trace has yet to be recorded.
