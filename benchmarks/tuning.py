@@ -5,8 +5,8 @@
 For each network `outgrow.tune` looks for the most samples per second under a budget that binds. Five sizes that are
 named here say how right its predictions were. A machine's speed wavers by a tenth to a third from one minute to the
 next, so that a tuning and turns that follow it would each fall into a time of its own: they train in processes of
-their own, and take a turn each time that the tuner is about to run something; now and then new processes come. Several tunings are held against all
-turns by their median prediction, and the first one's answer is judged.
+their own, and take a turn each time that the tuner is about to run something; at times new processes come.
+Several tunings are held against all turns by their median prediction, and the first one's answer is judged.
 All sizes that fit, powers of two and one and a half times those, train in processes of their own that take turns of a
 few steps, or of some seconds where steps are short. What comes within a tenth of the best races once more, in new
 processes and shorter turns: the best of many sizes was also the luckiest, and three turns say little where speeds
@@ -309,7 +309,7 @@ def _tuning(options: Options, max_batch: int | None, before_run: Callable[[], No
 class _Turns:
     """Batches that take turns in processes of their own: samples per second of each, turn by turn.
 
-    A process has luck of its own with the memory it is given, some hundredths all its life: now and then new ones come.
+    A process has luck of its own with the memory it is given, some hundredths all its life: at times new ones come.
     """
 
     def __init__(self, options: Options, batches: Sequence[int]) -> None:
