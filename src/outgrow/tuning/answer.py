@@ -32,8 +32,8 @@ class Candidate:
         foretold: whether what is predicted was so before the candidate was run, if it was: the base batch and the
             ends of the curve are run first, to set estimates right, and are predicted from themselves as well.
         measured_peak_bytes: highest live bytes of all steps that were run; None if none was.
-        measured_step_seconds: of the steps of a run the median, and of several runs theirs, each as it would have been
-            at the pace that the machine had on the average of all runs (`pace.py`); None if none was.
+        measured_step_seconds: of the steps of a run the median, and of several runs theirs, each as it would have
+            been at the pace that the machine had on the average of all runs (`pace.py`); None if none was.
     """
 
     batch_size: int
