@@ -118,6 +118,34 @@ def test_most_ops_of_a_planned_step_pass_and_nobody_can_tell(policy: str, passed
     assert max(passed[-3:]) > ops_at_least  # a plan may be set right in the last one, which is its lesson then
 
 
+def test_where_a_session_begins_with_a_plan_ops_pass_from_its_fourth_step_on(passed: list[int]) -> None:
+    """Nobody has measured what they need before the first: a lesson that ended there would let none pass, ever.
+
+    The second is the first to use the optimizer's state.
+    """
+    make, budget = chain(), budget_for(chain(), 0.75)
+    training = make()
+    with outgrow.Session(training.models, training.optimizers, budget=budget, policy="vdnn-all") as session:
+        for k in range(STEPS):
+            with session.step():
+                training.run(k)
+        plan = session.plan
+    in_the_first = passed[-1]
+    passed.clear()
+    ours, _ = train_in_session(make, 5, budget=budget, policy="vdnn-all", plan=plan)
+    assert ours == train_plain(make, 5)
+    assert passed == [0, 0, 0, in_the_first, in_the_first]
+
+
+def test_where_an_op_has_another_number_in_each_step_the_others_pass_all_the_same(passed: list[int]) -> None:
+    def rolled(x: torch.Tensor, layer: nn.Module, number: int, k: int) -> torch.Tensor:
+        x = F.gelu(layer(x))
+        return x.roll(k, dims=0) if number == LAYERS // 2 else x
+
+    assert_equal_and_inside(chain(rolled), steps=STEPS + 2)
+    assert passed[-1] > LAYERS * 8
+
+
 def test_updates_pass(passed: list[int]) -> None:
     assert_equal_and_inside(chain(optimize=lambda parameters: torch.optim.SGD(parameters, lr=0.01)))
     without = passed[-1]

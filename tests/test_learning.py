@@ -89,6 +89,25 @@ def test_a_small_error_changes_times_and_nothing_else(trace: outgrow.Trace) -> N
     assert kind.searches == 0
 
 
+def test_where_a_machine_wavers_each_time_more_steps_are_asked(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    for steps in (3, 6, 12, 24, 24):
+        before = kind.plan
+        measure(kind, budget, steps - 1, pace=1.07)
+        assert kind.plan is before
+        measure(kind, budget, 1, pace=1.07)
+        assert kind.plan is not before
+
+
+def test_a_large_change_is_believed_soon_however_often_times_were_set_right(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    for steps in (3, 6, 12):
+        measure(kind, budget, steps, pace=1.07)
+    wanted = 1.5 * kind.plan.simulate().step_seconds
+    measure(kind, budget, 3, pace=1.5)
+    assert kind.plan.simulate().step_seconds == pytest.approx(wanted, rel=0.02)
+
+
 @pytest.mark.parametrize(("steps", "pace", "proved"), [(2, 1.5, False), (5, 1.03, False), (9, 2.0, True)])
 def test_few_steps_small_errors_and_steps_that_prove_recipes_change_nothing(
     trace: outgrow.Trace, steps: int, pace: float, proved: bool

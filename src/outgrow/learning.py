@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -20,10 +21,14 @@ from outgrow.units import format_bytes, format_seconds
 _LOG = logging.getLogger(__name__)
 
 # Times are set right when the median of so many steps is this far from the prediction, and another plan is searched
-# for when it is that far.
+# for when it is that far. Each time that they were and the plan stayed, twice as many steps are asked the next time,
+# up to the most: a machine whose speed wavers is never right for long, and predicting a step anew takes its time.
+# A change as large as the last one is no wavering, and shows in the fewest.
 _TIMED_STEPS = 3
+_MOST_TIMED_STEPS = 24
 _TIME_TOLERANCE = 0.05
 _SEARCH_TOLERANCE = 0.10
+_LARGE_CHANGE = 0.25
 # A step that peaks this much higher than predicted is recorded anew.
 _PEAK_TOLERANCE = 0.02
 # So often at most a kind is recorded anew, and so often its plan is searched for with other times: a machine whose
@@ -50,7 +55,8 @@ class StepKind:
             plan was searched for again because the machine's speed had changed.
         tolerance: how far from the prediction times must be for another search: a search that finds nothing better
             takes its time all the same, so that the next one waits for a larger change.
-        recent: times and stalls of the last steps under this plan, in seconds.
+        recent: times and stalls of the last steps under this plan, in seconds, `timed_steps` at most: so many are
+            asked before times are set right.
         is_foreign: the plan's trace is not this session's, whose storages have other numbers.
         syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
     """
@@ -66,6 +72,7 @@ class StepKind:
     searches: int = 0
     tolerance: float = _SEARCH_TOLERANCE
     recent: list[tuple[float, float]] = field(default_factory=list)
+    timed_steps: int = _TIMED_STEPS
     is_foreign: bool = False
     syncs: tuple[bool, ...] = ()
 
@@ -78,6 +85,7 @@ class StepKind:
         self.plan, self.steady, self.is_foreign = plan, steady, False
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.recent.clear()
+        self.timed_steps = _TIMED_STEPS
 
     def distrust(self) -> None:
         """The trace proved wrong: record the next step."""
@@ -135,13 +143,20 @@ class Planner:
                 peaks = (format_bytes(outcome.peak_bytes), format_bytes(kind.plan.expected_peak_bytes))
                 _LOG.info("a step peaked at %s and was predicted at %s: the next one is recorded", *peaks)
             return False
-        kind.recent = [*kind.recent, (outcome.seconds, outcome.stall_seconds)][-_TIMED_STEPS:]
-        seconds, stall = (median(column) for column in zip(*kind.recent, strict=True))
+        kind.recent = [*kind.recent, (outcome.seconds, outcome.stall_seconds)][-kind.timed_steps :]
+        if len(kind.recent) < _TIMED_STEPS:
+            return False
+        seconds, stall = _medians(kind.recent[-_TIMED_STEPS:])
+        if abs(seconds / prediction.step_seconds - 1) <= _LARGE_CHANGE:
+            if len(kind.recent) < kind.timed_steps:
+                return False
+            seconds, stall = _medians(kind.recent)
         own = prediction.step_seconds - prediction.stall_seconds
         error = abs(seconds / prediction.step_seconds - 1)
-        if len(kind.recent) < _TIMED_STEPS or error <= _TIME_TOLERANCE or own <= 0 or seconds <= stall:
+        if error <= _TIME_TOLERANCE or own <= 0 or seconds <= stall:
             return False
         kind.recent.clear()
+        kind.timed_steps = min(2 * kind.timed_steps, _MOST_TIMED_STEPS)
         trace = _paced(kind.plan.problem.trace, (seconds - stall) / own)
         problem = replace(kind.plan.problem, trace=trace, hardware=hardware)
         kind.plan = replace(kind.plan, problem=problem)
@@ -156,7 +171,7 @@ class Planner:
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
             kind.tolerance *= 2
             return False
-        kind.plan = other
+        kind.plan, kind.timed_steps = other, _TIMED_STEPS
         kind.verdicts.cramped.clear()
         times = (format_seconds(seconds), format_seconds(prediction.step_seconds))
         _LOG.info("re-planned, as steps take %s and were predicted at %s: %s", *times, in_a_line(other))
@@ -179,9 +194,16 @@ def in_a_line(plan: Plan, plan_seconds: float | None = None) -> str:
 
 def keeps_everything(plan: Plan) -> bool:
     """Whether a plan needs no hand on the step: everything fits as it is."""
+    if plan.offloads or plan.recomputes or plan.parks or plan.reuses:
+        return False
     prediction = plan.simulate()
-    moves = plan.offloads or plan.recomputes or plan.parks or plan.reuses
-    return not moves and prediction.feasible and prediction.evicted_bytes == 0
+    return prediction.feasible and prediction.evicted_bytes == 0
+
+
+def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The median time and the median stall of some steps, in seconds."""
+    seconds, stall = (median(column) for column in zip(*times, strict=True))
+    return seconds, stall
 
 
 def _paced(trace: Trace, factor: float) -> Trace:

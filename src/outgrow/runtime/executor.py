@@ -407,6 +407,8 @@ class Executor:
             self._blind = self._blind or not need.measured
             return need.likely_bytes
         self._needs.measured(signature, measured)
+        if not (need.depends_on_data or need.is_open):  # what these need is never known
+            self._fast.was_measured()
         return measured
 
     def _prepare(self, facts: OpFacts, need: Need) -> None:

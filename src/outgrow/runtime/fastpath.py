@@ -1,7 +1,8 @@
 """Which ops of a step need nobody's care and run past the dispatch mode: `fastpath.cpp`, and what it is told.
 
 The first step under a plan is the lesson: the executor says of each op that it has seen whether it needs care. In
-those that follow, native code lets the others pass, as long as they are the ones expected and fit the budget.
+those that follow, native code lets the others pass, as long as they are the ones expected and fit the budget. A
+session that begins with a plan meets ops whose needs nobody has measured: its lesson takes a step more.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _SOURCE = Path(__file__).with_name("fastpath.cpp")
 KEY = "TESTING_ONLY_GenericMode"
 # Plans whose steps are known: a data loader's last batch has one of its own.
 _MOST_LESSONS = 4
+# A number among an op's arguments may be another one in every step, so that its need is never known beforehand.
+_MOST_STEPS_OF_A_LESSON = 3
 # What is noted of an op that needs care. Of one that does not: the bytes that it adds; or, if it writes to something,
 # this less those bytes; if a library may do it in another way where it is refused some of them, both.
 _CARE = -1
@@ -83,12 +86,27 @@ class _State(ctypes.Structure):
 
 @dataclass
 class _Lesson:
-    """What is known of the steps under one plan; `is_over` once one of them was seen from begin to end."""
+    """What is known of the steps under one plan; `is_over` once one of them was seen from begin to end.
+
+    `steps` are those that were so far; `goes_on` says that the last one measured what may pass once that is known.
+    """
 
     plan: Plan
     needs: Any
     expected: Any
     is_over: bool = False
+    steps: int = 0
+    goes_on: bool = False
+
+    def begin(self) -> None:
+        """A step of the lesson begins: nothing is known to need no care."""
+        self.goes_on = False
+        self.needs[:] = [_CARE] * len(self.needs)
+
+    def end(self) -> None:
+        """A step of the lesson went by its plan."""
+        self.steps += 1
+        self.is_over = not self.goes_on or self.steps >= _MOST_STEPS_OF_A_LESSON
 
 
 class FastPath:
@@ -143,8 +161,10 @@ class FastPath:
         lesson = next((known for known in self._lessons if known.plan.moves_as(plan)), None)
         if lesson is None:
             length = len(plan.problem.trace.ops)
-            lesson = _Lesson(plan, (ctypes.c_int64 * length)(*[_CARE] * length), (_Expected * length)())
+            lesson = _Lesson(plan, (ctypes.c_int64 * length)(), (_Expected * length)())
             self._lessons.append(lesson)
+        if not lesson.is_over:
+            lesson.begin()
         self._lesson = lesson
         self.learns = not lesson.is_over
         state.modes, state.length = modes, len(lesson.needs)
@@ -162,7 +182,7 @@ class FastPath:
         assert self._library is not None
         self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
         if self.learns and followed:
-            self._lesson.is_over = True
+            self._lesson.end()
         elif self.learns:
             self._lessons.remove(self._lesson)
         self._lesson = None
@@ -215,6 +235,11 @@ class FastPath:
         if self._lesson is not None and number < len(self._lesson.needs):
             kept = rise_bytes | _GATED if gated else rise_bytes
             self._lesson.needs[number] = _WRITES - rise_bytes if writes else kept
+
+    def was_measured(self) -> None:
+        """What an op needs is known now: if the step is a lesson, another one is to come."""
+        if self._lesson is not None:
+            self._lesson.goes_on = True
 
     def pass_view(self) -> None:
         """A view is made, which needs no care."""

@@ -119,8 +119,9 @@ def run_trial(
             while not _are_enough(seconds, steps, at_least):
                 paces.append(fixed_work.seconds(_SHARE_OF_PACE * last))
                 last = run_step(made, session)
-                seconds.append(last)
-                stalls.append(session.summary().stall_seconds)
+                summary = session.summary()  # without the time of setting the plan right, as later steps are
+                seconds.append(summary.step_seconds)
+                stalls.append(summary.stall_seconds)
                 if len(seconds) <= steps:
                     on_step()
             for _ in range(len(seconds), steps):

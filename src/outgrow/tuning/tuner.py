@@ -61,7 +61,7 @@ _ROUNDS = 3
 # What a batch is worth may be more by this share where it was foretold, which falls with the root of its runs.
 _DOUBT = 0.1
 # No line is drawn over a wider gap between batches than this times the smaller one, if there is one in between.
-_WIDEST_GAP = 4
+_WIDEST_GAP = 3
 # The largest batch that predictions rest on, over the base batch: still larger ones take long, and lie on its line.
 _FURTHEST = 4
 
