@@ -103,7 +103,7 @@ def digits() -> Task:
         accuracy,
         target=0.97,
         samples_between=512,
-        most_samples=8192,
+        most_samples=16384,
     )
 
 

@@ -243,6 +243,7 @@ def test_a_larger_batch_is_worth_more_steps_but_never_more_than_the_noise_allows
     assert worth <= 1 + noise / base + 1e-9 * worth
     assert worth <= max(1.0, batch / base) + 1e-9 * worth
     assert gain(batch + 1, base, noise) >= worth * (1 - 1e-12)
-    assert efficiency(batch + 1, base, noise) <= efficiency(batch, base, noise)
+    assert efficiency(batch + 1, base, noise) <= efficiency(batch, base, noise) <= 1
+    assert batch > base or efficiency(batch, base, noise) == 1, "a smaller one is not chosen for its samples' worth"
     assert gain(base, base, noise) == pytest.approx(1)
     assert gain(batch, base, float("inf")) == batch / base

@@ -149,6 +149,26 @@ class Collect(nn.Module):
 supervised = partial(steps.supervised, optimize=momentum)
 
 
+class Attention(nn.Module):
+    """Self-attention with weights for all pairs of pixels, beside which queries, keys and values are large."""
+
+    def __init__(self, width: int = 64, *, of_torch: bool = False) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, width, 4, stride=4)
+        self.of_torch = nn.MultiheadAttention(width, 2, dropout=0.2, batch_first=True) if of_torch else None
+        self.three = nn.Linear(width, 3 * width)
+        self.leave = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x).flatten(2).transpose(1, 2)
+        if self.of_torch is not None:
+            mixed, _ = self.of_torch(x, x, x, need_weights=False)
+        else:
+            q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.three(x).chunk(3, dim=2))
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2).transpose(1, 2).flatten(2)
+        return self.leave((x + mixed).mean(1))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "skip": Skip,
     "skip-inplace": lambda: Skip(inplace=True),
@@ -156,6 +176,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "dense": Dense,
     "residual": Residual,
     "collect": Collect,
+    "attention": Attention,
+    "torch-attention": lambda: Attention(of_torch=True),
 }
 
 
@@ -200,6 +222,22 @@ def test_just_above_the_least_budget_later_steps_fit_as_the_first_ones_do(networ
     ours, summaries = train_in_session(make, 8, budget=budget)
     assert ours == train_plain(make, 8)
     assert max(summary.measured_peak_bytes for summary in summaries) <= budget
+
+
+@pytest.mark.parametrize("of_torch", [False, True], ids=["function", "module"])
+def test_what_attention_was_given_leaves_before_it_is_over(of_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    leave = Parking.leave
+
+    def leaving(parking: Parking) -> None:
+        waited.extend([parking.function.__name__] * len(parking._postponed))
+        leave(parking)
+
+    monkeypatch.setattr(Parking, "leave", leaving)
+    make = supervised(lambda: Attention(of_torch=of_torch))
+    _, summaries = train_in_session(make, 4, budget=1 << 30, policy=ParkAll(prefetch=False))
+    assert summaries[-1].offloaded_bytes > 0
+    assert not {"scaled_dot_product_attention", "multi_head_attention_forward"} & set(waited)
 
 
 def test_what_is_parked_and_back_counts_as_kept() -> None:

@@ -392,6 +392,28 @@ def test_a_batch_that_finds_no_memory_is_out_of_the_race(caplog: pytest.LogCaptu
     assert not next(item for item in answer.candidates if item.batch_size == 32).feasible
 
 
+def test_what_is_larger_than_a_batch_that_did_not_fit_is_out_of_the_race_too() -> None:
+    tried: list[int] = []
+
+    def make(batch: int) -> outgrow.TrainingStep:
+        made = make_mlp(batch)
+        if type(next(iter(made.model.parameters()))) is torch.nn.Parameter:
+            tried.append(batch)
+            if batch >= 32:
+                raise RuntimeError("can't allocate memory: you tried to allocate 12345 bytes")
+        return made
+
+    answer = outgrow.tune(
+        make, budget="1GiB", objective="throughput", base_batch=16, max_batch=128, noise_scale=1e4, trials=2
+    )
+    failed = [batch for batch in tried if batch >= 32]
+    assert failed
+    assert failed == sorted(set(failed), reverse=True), "nothing as large is tried again"
+    assert max(item.batch_size for item in answer.candidates) == 128
+    assert answer.largest_batch < min(failed)
+    assert all(item.feasible == (item.batch_size < min(failed)) for item in answer.candidates)
+
+
 def test_the_base_rates_are_those_of_the_base_batch() -> None:
     def make(batch: int) -> outgrow.TrainingStep:
         made = make_mlp(batch)
@@ -536,8 +558,9 @@ def test_goodput_asks_the_gradients() -> None:
     assert 0 < answer.noise.samples < INFINITE
     base = next(item for item in answer.candidates if item.batch_size == 16)
     assert base.efficiency == 1
-    efficiencies = [item.efficiency for item in answer.candidates]
+    efficiencies = [item.efficiency for item in answer.candidates if item.batch_size >= 16]
     assert efficiencies == sorted(set(efficiencies), reverse=True), "a sample is worth less, the more there are"
+    assert all(item.efficiency == 1 for item in answer.candidates if item.batch_size < 16)
 
 
 def test_a_step_may_be_divided_where_the_function_knows_how() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.planning.plan import Plan
@@ -35,6 +36,9 @@ from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, tensors_within
 
+# Functions of many ops, which read what they are given by ops alone. Where attention has weights for all pairs, most
+# of its ops do not need all of the queries, keys and values.
+_READ_BY_OPS = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
 # A byte; four of them, or two or eight, are no floating-point number.
 _NOT_A_NUMBER = 0xFF
 
@@ -206,8 +210,9 @@ class Parking:
             self.start_out(value, offset)
 
     def arguments(self) -> set[int]:
-        """The serial numbers of the storages that the running functions were given."""
-        records = (self._ledger.see(tensor) for call in self._calls for tensor in tensors_within(call))
+        """The serial numbers of the storages that the running functions were given, and may read unseen."""
+        calls = (call for call in self._calls if call[0] not in _READ_BY_OPS)
+        records = (self._ledger.see(tensor) for call in calls for tensor in tensors_within(call))
         return {record.serial for record in records if record is not None}
 
     # --- ticks ---

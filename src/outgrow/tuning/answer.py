@@ -28,7 +28,7 @@ class Candidate:
         predicted_peak_bytes: highest live bytes of the plan.
         predicted_step_seconds: as predicted from real steps of other candidates, and where `foretold` is false of it.
         offloaded_bytes: what the plan sends away in a pass, and `recomputed_bytes` what it drops.
-        efficiency: what a sample is worth, in terms of one in a step of the base batch.
+        efficiency: what a sample is worth, in terms of one in a step of the base batch; never more than that.
         foretold: whether what is predicted was so before the candidate was run, if it was: the base batch and the
             ends of the curve are run first, to set estimates right, and are predicted from themselves as well.
         measured_peak_bytes: highest live bytes of all steps that were run; None if none was.
@@ -98,8 +98,8 @@ class Tuning:
         warmup_steps: steps over which the rates climb from the base ones.
         noise: what gradients showed; None if they were not asked.
         noise_samples: the noise scale that was reckoned with, in samples; infinite if there was none.
-        largest_batch: the largest batch that was looked at and keeps inside the budget, by its plan, without
-            accumulation.
+        largest_batch: the largest batch that was looked at and keeps inside the budget, by its plan and by what was
+            run, without accumulation.
         plan: of the chosen candidate's step, as it was measured: for `Session(plan=...)`.
         candidates: all that were looked at, the smallest batch first.
     """

@@ -51,19 +51,24 @@ def efficiency(batch: float, base: float, noise_samples: float) -> float:
     """What a sample of a step with `batch` samples is worth in terms of one of a step with `base` samples.
 
     Qiao et al., "Pollux" (OSDI 2021), section 2.2: with a learning rate that matches the batch, as many samples more
-    are needed to get as far.
+    are needed to get as far. As there it is never more than 1. The noise is near nothing when a training begins,
+    which is when it is measured, and soon grows (Merrill et al., "Critical Batch Size Revisited", 2025): so it says
+    too much for batches below the one that somebody chose.
     """
-    if noise_samples == inf:
-        return 1.0
-    return (noise_samples + base) / (noise_samples + batch)
+    return min(1.0, _worth(batch, base, noise_samples))
 
 
 def gain(batch: float, base: float, noise_samples: float) -> float:
-    """How many steps of `base` samples one step of `batch` samples is worth: batch times efficiency, over base.
+    """How many steps of `base` samples one step of `batch` samples is worth.
 
     Near batch / base while both are far below the noise scale, and never more than 1 + noise_samples / base.
     """
-    return batch / base * efficiency(batch, base, noise_samples)
+    return batch / base * _worth(batch, base, noise_samples)
+
+
+def _worth(batch: float, base: float, noise_samples: float) -> float:
+    """As `efficiency`, and more than 1 for what is smaller than the base."""
+    return 1.0 if noise_samples == inf else (noise_samples + base) / (noise_samples + batch)
 
 
 class GradientNoise:

@@ -284,7 +284,8 @@ class _Search:
         near = sorted({*sizes_between(self._least, min(most, _FURTHEST * max(run))), *run})
         while ends := self._ends(near):  # what was run says better which are kept whole
             for size in ends:
-                self._run(size, 1)
+                if not self._is_out(size, 1):  # the ones before may have failed
+                    self._run(size, 1)
         for _ in range(_ROUNDS - 1):
             for batch, passes in list(self._trials):
                 self._run(batch, passes)
@@ -307,7 +308,7 @@ class _Search:
         wanted = {*kept[:2], *kept[-1:], *moved[:1], *moved[-1:], *run}
         for such in (kept, moved):
             wanted |= _middles([size for size in such if size in wanted], such)
-        return sorted(wanted - run - {batch for batch, _ in self._failed})
+        return sorted(size for size in wanted - run if not self._is_out(size, 1))
 
     def run_best(self, trials: int) -> None:
         """Run what is best as far as is known, and what may be better, until nothing may, but no more than so often.
@@ -432,12 +433,16 @@ class _Search:
         batch = micro_batch * passes
         return replace(
             known,
-            feasible=key not in self._failed and (trial is not None or known.feasible),
+            feasible=not self._is_out(micro_batch, passes) and (trial is not None or known.feasible),
             efficiency=efficiency(batch, self._base, self._samples_of_noise),
             foretold=trial is None or key in self._predicted,
             measured_peak_bytes=None if trial is None else trial.peak_bytes,
             measured_step_seconds=self._seconds.get(key),
         )
+
+    def _is_out(self, micro_batch: int, passes: int) -> bool:
+        """Whether this, or a smaller batch in as many passes, was run and did not fit: whatever is predicted."""
+        return any(batch <= micro_batch and passes == times for batch, times in self._failed)
 
     def _prediction(self, micro_batch: int, passes: int) -> Candidate:
         """From the plan of one pass: the update comes once, and gradients stay from pass to pass."""
