@@ -4,17 +4,19 @@
 
 A small ResNet on scikit-learn's digits and a small GPT on the source of Python's standard library, under a budget
 that twice the default batch just fits. Time is that of training steps alone, tuning left out (it is in the figures
-beside it); both settings begin with a plan of steps that were run before. Seeds take turns between both, now one
-first and now the other, so that a machine whose speed wavers is the same for both.
+beside it); both settings begin with a plan of steps that were run before. For each seed they train in processes of
+their own, and take turns from score to score: so a machine whose speed wavers is the same for both.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +176,18 @@ def plan_of_default(task: Task, budget: int) -> outgrow.Plan:
     return plan
 
 
-def race(task: Task, seed: int, budget: int, plan: outgrow.Plan, answer: outgrow.Tuning | None) -> Race:
-    """Train until the samples are spent; the time of scoring does not count."""
+@dataclass(frozen=True)
+class Setting:
+    """What a training is held to: the budget in bytes, and the plan to begin with. Without an answer: the default."""
+
+    budget: int
+    plan: outgrow.Plan
+    answer: outgrow.Tuning | None
+
+
+def race(task: Task, seed: int, setting: Setting, pause: Callable[[], None]) -> Race:
+    """Train until the samples are spent; the time of scoring does not count, nor that of the pauses that follow."""
+    answer = setting.answer
     batch, passes = (_BASE_BATCH, 1) if answer is None else (answer.micro_batch, answer.accumulation)
     made = make_step(task, batch, passes, seed=seed)
     assert isinstance(made.model, nn.Module)
@@ -185,7 +197,7 @@ def race(task: Task, seed: int, budget: int, plan: outgrow.Plan, answer: outgrow
     times: list[float] = []
     reached: tuple[float, int] | None = None
     score = 0.0
-    with outgrow.Session(made.model, made.optimizer, budget=budget, plan=plan) as session:
+    with outgrow.Session(made.model, made.optimizer, budget=setting.budget, plan=setting.plan) as session:
         while samples < task.most_samples:
             step = made.drawn()
             began = time.perf_counter()
@@ -204,12 +216,44 @@ def race(task: Task, seed: int, budget: int, plan: outgrow.Plan, answer: outgrow
                 made.model.train()
                 if reached is None and score >= task.target:
                     reached = seconds, samples
+                pause()
         peak = session.peak_bytes
     return Race(seed, batch * passes, *(reached or (None, None)), score, statistics.median(times), peak)
 
 
-def measure(task: Task, seeds: int) -> dict[str, Any]:
+def meet(name: str, seed: int, settings: list[Setting]) -> list[Race]:
+    """Train under all settings, in turns; what came of each."""
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    for setting in settings:
+        ours, theirs = context.Pipe()
+        context.Process(target=_race_in_turns, args=(theirs, name, seed, setting), daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()
+    races: dict[int, Race] = {}
+    while len(races) < len(pipes):
+        for number, pipe in enumerate(pipes):
+            if number not in races:
+                pipe.send(None)
+                if (result := pipe.recv()) is not None:
+                    races[number] = result
+    return [races[number] for number in range(len(pipes))]
+
+
+def _race_in_turns(pipe: Connection, name: str, seed: int, setting: Setting) -> None:
+    def pause() -> None:
+        pipe.send(None)
+        pipe.recv()
+
+    pause()  # until all have started
+    pipe.send(race(TASKS[name](), seed, setting, pause))
+
+
+def measure(name: str, seeds: int) -> dict[str, Any]:
     """Tune once, then race both settings, seed by seed."""
+    task = TASKS[name]()
     trace = outgrow.trace(lambda: make_step(task, 2 * _BASE_BATCH), fake=False)
     budget = plain_profile(trace).peak_bytes
     floor = least_budget(outgrow.plan(trace, budget=budget).problem)
@@ -222,15 +266,14 @@ def measure(task: Task, seeds: int) -> dict[str, Any]:
     )
     tuning_seconds = time.perf_counter() - began
     print(task.name, answer, sep="\n", flush=True)
-    default: list[Race] = []
-    tuned: list[Race] = []
-    plan = plan_of_default(task, budget)
+    settings = [Setting(budget, plan_of_default(task, budget), None), Setting(budget, answer.plan, answer)]
+    races: list[list[Race]] = []
     for seed in range(seeds):
-        settings = [(default, plan, None), (tuned, answer.plan, answer)]
-        for races, its_plan, its_answer in settings if seed % 2 == 0 else reversed(settings):
-            races.append(race(task, seed, budget, its_plan, its_answer))
-        print(default[-1], tuned[-1], sep="\n", flush=True)
-    medians = [_median([item.seconds_to_target for item in races]) for races in (default, tuned)]
+        order = 1 if seed % 2 == 0 else -1  # now one first, and now the other
+        races.append(meet(name, seed, settings[::order])[::order])
+        print(*races[-1], sep="\n", flush=True)
+    default, tuned = zip(*races, strict=True)
+    medians = [_median([item.seconds_to_target for item in found]) for found in (default, tuned)]
     return {
         "task": task.name,
         "target": task.target,
@@ -255,16 +298,18 @@ def _median(times: list[float | None]) -> float | None:
     return ordered[len(ordered) // 2]
 
 
+TASKS = {"digits": digits, "text": text}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--task", choices=("digits", "text"), action="append")
+    parser.add_argument("--task", choices=tuple(TASKS), action="append")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cpu-time-to-target.json"))
     given = parser.parse_args()
-    tasks = {"digits": digits, "text": text}
     results: list[dict[str, Any]] = []
-    for name in given.task or tasks:
-        results.append(measure(tasks[name](), given.seeds))
+    for name in given.task or TASKS:
+        results.append(measure(name, given.seeds))
         print({key: results[-1][key] for key in ("ratio", "default_final", "tuned_final")}, flush=True)
         write(given.output, {"environment": environment(), "results": results})
 
