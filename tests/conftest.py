@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import outgrow
 from outgrow.cost import measure
+from outgrow.cost.hardware import Hardware
 from outgrow.planning.policies import auto
-from outgrow.tuning import trial
+from outgrow.tuning import pace, trial
 
 TESTS = Path(__file__).parent
 
@@ -176,11 +177,19 @@ def own_mounts(_mounting_works: bool) -> None:
         pytest.skip("this system lets nobody mount a file system in a namespace of its own")
 
 
+@pytest.fixture(scope="session")
+def measured_machine() -> Hardware:
+    """What a session of a new user measures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "remembered", lambda: None)
+        return measure.this_machine()
+
+
 @pytest.fixture(autouse=True)
-def no_remembered_speeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `outgrow doctor` found on this machine is the user's: tests measure, as a new user would."""
+def own_speeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, measured_machine: Hardware) -> None:
+    """What `outgrow doctor` found on this machine is the user's: tests measure, but not in each session anew."""
     if "own_cache" not in request.fixturenames:
-        monkeypatch.setattr(measure, "remembered", lambda: None)
+        monkeypatch.setattr(measure, "remembered", lambda: measured_machine)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -188,6 +197,7 @@ def short_trials() -> Iterator[None]:
     """The tuner's runs are as short as a step allows: tests ask whether it is right, not whether a clock is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, "_LEAST_SECONDS", 0.0)
+        patch.setattr(pace, "_SIZE", 8)
         yield
 
 

@@ -22,6 +22,7 @@ from conftest import RunChild
 from outgrow.runtime import fastpath
 from outgrow.runtime.calls import Calls
 from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.parking import Parking
 from outgrow.runtime.tiers.arena import find_arena
 from outgrow.runtime.tiers.ram import Ram
 from steps import ParkAll, RecomputeAll, Training, budget_for, digest, momentum, train_in_session, train_plain
@@ -175,9 +176,7 @@ class Waiting(nn.Module):
             return x
 
 
-@pytest.mark.parametrize("policy", [ParkAll(), ParkAll("park-all-late", prefetch=False)], ids=str)
-@pytest.mark.parametrize("at_once", [False, True])
-def test_while_values_are_parked_ops_on_others_pass(at_once: bool, policy: Any, passed: list[int]) -> None:
+def waiting(at_once: bool) -> Callable[[], Training]:
     def make() -> Training:
         model = Waiting(at_once)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -191,6 +190,12 @@ def test_while_values_are_parked_ops_on_others_pass(at_once: bool, policy: Any, 
 
         return Training([model], [optimizer], run)
 
+    return make
+
+
+@pytest.mark.parametrize("policy", [ParkAll(), ParkAll("park-all-late", prefetch=False)], ids=str)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_while_values_are_parked_ops_on_others_pass(at_once: bool, policy: Any, passed: list[int]) -> None:
     seen: list[tuple[bool, bool]] = []
     run_op = outgrow.runtime.executor.Executor.run
 
@@ -200,11 +205,28 @@ def test_while_values_are_parked_ops_on_others_pass(at_once: bool, policy: Any, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outgrow.runtime.executor.Executor, "run", noted)
-        summaries = assert_equal_and_inside(make, share=0.6, policy=policy)
+        summaries = assert_equal_and_inside(waiting(at_once), share=0.6, policy=policy)
     assert summaries[-1].offloaded_bytes > 0
     assert any(busy for busy, _ in seen)
     assert not any(busy and writes for busy, writes in seen)
     assert max(passed[-3:]) > 5 * LAYERS
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_parked_storage_that_lies_where_another_lay_is_away_though_that_one_has_ended(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch, passed: list[int]
+) -> None:
+    add = Parking._add
+
+    def adding(parking: Parking, parked: Any) -> None:
+        fast = parking._pool.fast_path
+        fast.parked(parked.record, is_parked=True)  # the other one, whose end nobody has noticed yet
+        add(parking, parked)
+        fast.parked(parked.record, is_parked=False)
+
+    monkeypatch.setattr(Parking, "_add", adding)
+    assert_equal_and_inside(waiting(at_once), share=0.6, policy=ParkAll(prefetch=False))
+    assert max(passed) > 0
 
 
 def test_with_recipes_about_nothing_that_writes_passes_before_the_last_saved_value_is_back(

@@ -25,7 +25,6 @@
 #include <new>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 namespace {
@@ -89,8 +88,18 @@ std::mutex looking;  // at what follows: two sessions may train on two threads
 // say so, since one may have come to lie where another lay.
 std::unordered_map<const void*, int64_t> saved;
 
-// Storages whose bytes are away, on their way, or back ahead of their use: who looks at one has to be told to wait.
-std::unordered_set<const void*> parked;
+// Storages whose bytes are away, on their way, or back ahead of their use: who looks at one has to be told to wait. Also
+// with how many say so: one that has ended may be found to have only once another lies where it lay, and is parked too.
+std::unordered_map<const void*, int64_t> parked;
+
+void note(std::unordered_map<const void*, int64_t>& storages, const void* storage, bool is_there) {
+  const std::lock_guard guard(looking);
+  if (is_there) {
+    ++storages[storage];
+  } else if (const auto known = storages.find(storage); known != storages.end() && --known->second <= 0) {
+    storages.erase(known);
+  }
+}
 
 uint64_t mix(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 0x9E3779B97F4A7C15ull;
@@ -347,21 +356,8 @@ int64_t outgrow_fastpath_allocated(int device) { return allocated_bytes(device);
 int64_t outgrow_fastpath_reserved(int device) { return stats_of(device).reserved_bytes[kAll].current; }
 
 // A saved value lies in this storage from now on, or no longer.
-void outgrow_fastpath_saved(const void* storage, int is_there) {
-  const std::lock_guard guard(looking);
-  if (is_there) {
-    ++saved[storage];
-  } else if (const auto known = saved.find(storage); known != saved.end() && --known->second <= 0) {
-    saved.erase(known);
-  }
-}
+void outgrow_fastpath_saved(const void* storage, int is_there) { note(saved, storage, is_there); }
 
 // The bytes of this storage are not to be looked at from now on, or are again.
-void outgrow_fastpath_parked(const void* storage, int is_parked) {
-  const std::lock_guard guard(looking);
-  if (is_parked)
-    parked.insert(storage);
-  else
-    parked.erase(storage);
-}
+void outgrow_fastpath_parked(const void* storage, int is_parked) { note(parked, storage, is_parked); }
 }
