@@ -6,6 +6,7 @@ Sections, each of which may fail without losing the others; the file is written 
 run side by side, and first:
 
 - equality: losses and state after 20 steps against plain PyTorch, to the bit, over networks, policies and budgets.
+- closeness: the same with the algorithms that PyTorch takes by itself, TF32 off: relative differences up to 1e-6.
 - budgets: `max_memory_allocated` against the budget, and reserved memory against 1.05 of it, at sizes that matter.
 - deep: ResNet-2504 at batch 16 in 12 GB, which is what a Titan X or a K40 has: 12 GiB.
 
@@ -27,12 +28,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from statistics import median
@@ -47,6 +49,7 @@ from outgrow.networks import find
 
 _LIMIT_SECONDS = 520.0
 _START_SECONDS = 120.0
+_COMPILE_SECONDS = 180.0
 _WARMUP = 8  # a session records two steps, proves its recipes, and settles
 _TWELVE_GB = 12 << 30  # the memory of the cards that vDNN and its kin were measured on
 
@@ -58,6 +61,8 @@ _EQUALITY = (
     ("vgg-16", 224, 16, 0.85, ("auto", "vdnn-all")),
 )
 _EQUALITY_STEPS = 20
+_CLOSE = (("resnet-50", 224, 32, 0.5), ("gpt-12x384", 512, 8, 0.6), ("unet", 256, 4, 0.6), ("vgg-16", 224, 16, 0.85))
+_CLOSE_ENOUGH = 1e-6
 # Network, size, batch, budget in bytes, or as a share of the plain peak.
 _BUDGETS: tuple[tuple[str, int, int, float], ...] = (
     ("vgg-16", 224, 256, _TWELVE_GB),
@@ -69,11 +74,11 @@ _BUDGETS: tuple[tuple[str, int, int, float], ...] = (
 # Network, size, batch, peers; "" is no peer: a budget that does not bind. What takes all to the host gets smaller
 # batches, or the host runs out of pinned memory; and all batches are half as large on a GPU of less than 120 GiB.
 _TIMED: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
-    ("resnet-50", 224, 384, ("per_block", "selective", "")),
-    ("gpt-12x768", 1024, 24, ("per_block", "selective", "")),
+    ("resnet-50", 224, 384, ("per_block", "selective", "compiled:0.5", "")),
+    ("gpt-12x768", 1024, 24, ("per_block", "selective", "compiled:0.5", "")),
     ("resnet-50", 224, 128, ("offload_all", "save_on_cpu")),
 )
-_UNTIMED = ("equality", "budgets", "deep")
+_UNTIMED = ("equality", "closeness", "budgets", "deep")
 _UNBOUND = 1.5  # of the plain peak
 _KINDS = (None, "memory", "speed", "dynamic")
 _ROUNDS = 4
@@ -116,6 +121,13 @@ class Worker:
     def open(self, budget: int) -> None:
         """Have it train in a session from here on."""
         self._ask(f"budget {budget}", _START_SECONDS)
+
+    def state(self) -> list[torch.Tensor]:
+        """What it has trained so far."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = self._ask(f"state {folder}/state.pt", 60)["path"]
+            found: list[torch.Tensor] = torch.load(path)
+        return found
 
     def close(self) -> None:
         """End the process."""
@@ -162,11 +174,34 @@ class Worker:
             self._errors = [*self._errors[-20:], line.strip()]
 
 
+@dataclass(frozen=True)
+class Trained:
+    """Losses of all steps, and the state after them."""
+
+    losses: list[float]
+    state: list[torch.Tensor]
+
+    @classmethod
+    def by(cls, worker: Worker, steps: int) -> Trained:
+        """What a worker has trained after so many steps, its first ones."""
+        return cls(worker.run(steps, 150)["losses"], worker.state())
+
+    def apart(self, other: Trained) -> dict[str, float]:
+        """The largest relative difference between two losses, and that of all state taken as one vector."""
+        losses = max(abs(one - two) / abs(two) for one, two in zip(self.losses, other.losses, strict=True))
+        pairs = [(one.double(), two.double()) for one, two in zip(self.state, other.state, strict=True)]
+        distance = sum(float((one - two).square().sum()) for one, two in pairs)
+        length = sum(float(two.square().sum()) for _, two in pairs)
+        return {"losses": losses, "state": (distance / length) ** 0.5}
+
+
 class Bench:
     """The sections, and what they found so far."""
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, peers: Sequence[str] | None = None) -> None:
+        """`peers` are those that are timed, all if None."""
         self._output = output
+        self._peers = peers
         self._began = time.perf_counter()
         self.result: dict[str, Any] = {"environment": environment() | gpu(), "failures": {}}
         self.bad: list[str] = []
@@ -266,6 +301,31 @@ class Bench:
         self.say(f"{where}: {'equal' if equal else 'DIFFERS'}, peak {ours['peak_allocated'] / spec.budget:.3f} of it")
         return row | {"equal": equal, "inside": inside, "measured": ours}
 
+    def closeness(self) -> list[dict[str, Any]]:
+        """Losses and state against plain training, where PyTorch takes the algorithms that it likes."""
+        with ThreadPoolExecutor(len(_CLOSE)) as pool:
+            return list(pool.map(lambda case: self.note("closeness", self._close_row(*case)), _CLOSE))
+
+    def _close_row(self, name: str, size: int, batch: int, share: float) -> dict[str, Any]:
+        spec = Spec(name, size, batch, tf32=False)
+        row: dict[str, Any] = {"spec": asdict(spec), "share": share}
+        try:
+            with Worker(spec) as plain, Worker(spec) as again:
+                truth = Trained.by(plain, _EQUALITY_STEPS)
+                first = again.run(2, 120)  # here cuDNN tries algorithms that take much memory
+                rest = again.run(_EQUALITY_STEPS - 2, 120)
+                row["plain_apart"] = Trained(first["losses"] + rest["losses"], again.state()).apart(truth)
+            budget = int(rest["peak_allocated"] * share)
+            with Worker(replace(spec, budget=budget)) as worker:
+                ours = Trained.by(worker, _EQUALITY_STEPS)
+        except WorkerFailed as error:
+            self.judge(False, f"{name}, TF32 off: {error}")
+            return row | {"failure": str(error), "least_bytes": error.least_bytes}
+        row |= {"budget": budget, "apart": (apart := ours.apart(truth))}
+        self.judge(max(apart.values()) <= _CLOSE_ENOUGH, f"{name}, TF32 off: {apart} from plain PyTorch")
+        self.say(f"{name}, TF32 off: {apart} from plain PyTorch, which is {row['plain_apart']} from itself")
+        return row
+
     def budgets(self) -> list[dict[str, Any]]:
         """Peaks against budgets."""
         with ThreadPoolExecutor(len(_BUDGETS)) as pool:
@@ -308,12 +368,17 @@ class Bench:
                 plain = stack.enter_context(Worker(spec))
                 pairs: list[tuple[Worker | None, Worker]] = []
                 for peer in peers:
+                    if self._peers is not None and peer not in self._peers:
+                        continue
                     rival = stack.enter_context(Worker(replace(spec, peer=peer))) if peer else None
                     # What a peer sends away, however small, we may as well.
                     least = OFFLOADED_BYTES if peer == "offload_all" else spec.least_moved_bytes
                     pairs.append((rival, stack.enter_context(Worker(replace(spec, least_moved_bytes=least)))))
                 cast.append((plain, pairs))
+            self._compile([rival for _, pairs in cast for rival, _ in pairs if rival is not None])
             for plain, pairs in cast:
+                if not pairs:
+                    continue
                 plain.run(2, 60)
                 peak = plain.run(2, 60)["peak_allocated"]
                 for rival, ours in pairs:
@@ -326,6 +391,14 @@ class Bench:
                         rival.close()
                 plain.close()
         return rows
+
+    def _compile(self, rivals: Sequence[Worker]) -> None:
+        """Have those that compile do it side by side, as each takes a minute of several cores."""
+        compiling = [rival for rival in rivals if rival.spec.peer.startswith("compiled")]
+        if compiling:
+            self.say(f"compiling {', '.join(rival.spec.network for rival in compiling)}")
+            with ThreadPoolExecutor(len(compiling)) as pool, suppress(WorkerFailed):  # it fails once more in its turn
+                list(pool.map(lambda rival: rival.run(1, _COMPILE_SECONDS), compiling))
 
     def _timed(self, plain: Worker, plain_peak: int, rival: Worker | None, ours: Worker) -> dict[str, Any]:
         """Ours beside a rival at the rival's peak, or beside plain steps at a budget that does not bind."""
@@ -450,11 +523,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = (*_UNTIMED, "time", "overlap", "workspaces")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cuda.json"), help="a JSON file")
     parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--peers", nargs="+", metavar="NAME", help='peers to time; "" is a budget that does not bind')
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("there is no CUDA device that PyTorch can use: nothing was measured", file=sys.stderr)
         return 2
-    bench = Bench(given.output)
+    bench = Bench(given.output, given.peers)
     bench.side_by_side([name for name in given.sections if name in _UNTIMED])
     for name in given.sections:
         if name not in _UNTIMED:

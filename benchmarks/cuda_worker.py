@@ -2,8 +2,9 @@
 
     python benchmarks/cuda_worker.py SPEC      # JSON; then lines on standard input
 
-A line is a number of steps, or "budget" and a number of bytes: from there on a session trains. For each it prints a
-line of JSON, of steps with what they took and left behind. The wall of a session is the whole process's, so that no
+A line is a number of steps; "budget" and a number of bytes: from there on a session trains; or "state" and a path:
+there the parameters, buffers and the optimizer's state are written. For each it prints a line of JSON, of steps with
+what they took and left behind. The wall of a session is the whole process's, so that no
 plain training can run beside it in one process.
 """
 
@@ -37,8 +38,10 @@ DEVICE = torch.device("cuda", 0)
 class Spec:
     """What a worker trains, and how.
 
-    `peer` is a function of `peers.py`, "save_on_cpu", or "offload_all" (`Offload`). `budget` is one of bytes for a
-    session. `deterministic` has PyTorch use algorithms that give the same bits twice. In `channels_last` order cuDNN
+    `peer` is a function of `peers.py`, after a colon what it is given ("compiled:0.5"), or "save_on_cpu", or
+    "offload_all" (`Offload`). `budget` is one of bytes for a
+    session. `deterministic` has PyTorch use algorithms that give the same bits twice; without `tf32` it rounds no
+    operands of products and convolutions. In `channels_last` order cuDNN
     rearranges no images: in the usual one that takes workspaces as large as its operands. `workspace` is one of a
     session's.
     """
@@ -51,6 +54,7 @@ class Spec:
     peer: str = ""
     host_budget: str | None = None
     deterministic: bool = False
+    tf32: bool = True
     channels_last: bool = False
     workspace: str | None = None
     momentum: float = 0.9
@@ -111,7 +115,7 @@ class Job:
     """A network that trains, plain, as a peer does it, or in a session."""
 
     def __init__(self, spec: Spec) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = spec.tf32
         if spec.deterministic:
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False
@@ -125,7 +129,8 @@ class Job:
         if spec.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if spec.peer and spec.peer not in ("save_on_cpu", "offload_all"):
-            getattr(peers, spec.peer)(self.model)
+            name, *given = spec.peer.split(":")
+            getattr(peers, name)(self.model, *given)
         self.offload = Offload()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=spec.momentum)
         self.session: outgrow.Session | None = None
@@ -224,17 +229,20 @@ class Job:
     def digest(self) -> dict[str, str]:
         """A hash of parameters, buffers and the optimizer's state."""
         total = hashlib.sha256()
-
-        def add(item: Any) -> None:
-            if isinstance(item, torch.Tensor):
-                total.update(item.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-
-        for _, tensor in sorted(self.model.state_dict().items()):
-            add(tensor)
-        for _, state in sorted(self.optimizer.state_dict()["state"].items()):
-            for _, item in sorted(state.items()):
-                add(item)
+        for tensor in self._state():
+            total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return {"digest": total.hexdigest()}
+
+    def write(self, path: str) -> dict[str, str]:
+        """The same as a file of tensors."""
+        torch.save(self._state(), path)
+        return {"path": path}
+
+    def _state(self) -> list[torch.Tensor]:
+        found: list[Any] = [tensor for _, tensor in sorted(self.model.state_dict().items())]
+        for _, state in sorted(self.optimizer.state_dict()["state"].items()):
+            found += [item for _, item in sorted(state.items())]
+        return [item.detach().cpu() for item in found if isinstance(item, torch.Tensor)]
 
 
 def answer(act: Callable[[], dict[str, Any]]) -> None:
@@ -258,11 +266,13 @@ def main() -> None:
 
     answer(begin)
     for line in sys.stdin:
-        *what, number = line.split()
-        if what:
-            answer(partial(jobs[0].open, int(number)))
+        *what, item = line.split()
+        if what == ["state"]:
+            answer(partial(jobs[0].write, item))
+        elif what == ["budget"]:
+            answer(partial(jobs[0].open, int(item)))
         else:
-            answer(partial(jobs[0].run, int(number)) if int(number) else jobs[0].digest)
+            answer(partial(jobs[0].run, int(item)) if int(item) else jobs[0].digest)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,333 @@
+"""Convolutions through cuDNN's frontend, whose plans tell their workspace before they run (`Session(workspace=)`).
+
+PyTorch's own search for an algorithm is told nothing of workspaces: it tries and is refused. Here each pass of each
+convolution (the result, the gradient of the images, that of the weight) has its *ways*, from cuDNN's heuristics, and
+the way is chosen anew at each call, by the bytes that are free right then: SuperNeurons' dynamic workspace (section
+3.5), whose ends vDNN calls (m) and (p) (section III-C).
+
+The frontend is NVIDIA's Python package `nvidia-cudnn-frontend`, an optional one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from outgrow.cost.workspaces import Workspace
+from outgrow.tracing.convolution import DATA_GRADIENT, FORWARD, WEIGHT_GRADIENT
+
+_FORWARD = torch.ops.aten.convolution.default
+_BACKWARD = torch.ops.aten.convolution_backward.default
+# As many as PyTorch tries by default (`torch.backends.cudnn.benchmark_limit`).
+_MOST_WAYS = 10
+# A block may be so much larger than what was asked for (the CUDA allocator's `kSmallSize`, below which it does not
+# split one).
+_ROUNDING_BYTES = 1 << 20
+_TYPES = {torch.float32: "FLOAT", torch.float16: "HALF", torch.bfloat16: "BFLOAT16"}
+# Sizes and strides of cuDNN's tensors: images, weight, result.
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+# What a pass writes to.
+_MADE = {FORWARD: "result", DATA_GRADIENT: "images", WEIGHT_GRADIENT: "weight"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a pass: the bytes of its workspace, and what runs it given the memory for that."""
+
+    nbytes: int
+    run: Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+
+
+@dataclass
+class Ways:
+    """The ways of one pass, and the time in seconds that each was seen to take."""
+
+    ways: Sequence[Way]
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def untimed(self, kind: Workspace, free_bytes: int) -> list[int]:
+        """Those that may be taken now or later, and that have room to be tried."""
+        return [number for number in self._fitting(kind, free_bytes) if number not in self.seconds]
+
+    def best(self, kind: Workspace, free_bytes: int) -> int | None:
+        """The fastest that was timed and has room; None if there is none."""
+        known = [number for number in self._fitting(kind, free_bytes) if number in self.seconds]
+        return min(known, key=lambda number: (self.seconds[number], self.ways[number].nbytes), default=None)
+
+    def _fitting(self, kind: Workspace, free_bytes: int) -> list[int]:
+        most = free_bytes
+        if kind is Workspace.MEMORY:  # no more than the least of all
+            most = min(most, min((way.nbytes for way in self.ways), default=0))
+        return [number for number, way in enumerate(self.ways) if way.nbytes <= most]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One of the three things that a convolution works out, as cuDNN has to be asked for it."""
+
+    kind: int
+    images: _Layout
+    weight: _Layout
+    result: _Layout
+    dtype: torch.dtype
+    padding: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    is_deterministic: bool
+    rounds_inputs: bool  # TF32
+
+
+class Frontend:
+    """cuDNN's frontend on one device, for the convolutions of one session.
+
+    Attributes:
+        settled: the device's mark after the last search for the fastest way, None if the last call needed none.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        kind: Workspace,
+        free_bytes: Callable[[], int],
+        library: Any = None,
+    ) -> None:
+        """`free_bytes` says how much of the budget is free.
+
+        Raises:
+            ImportError: the frontend is not installed, or does not find cuDNN.
+        """
+        self._cudnn = library or importlib.import_module("cudnn")
+        self._device = device
+        self._kind = kind
+        self._free_bytes = free_bytes
+        with torch.cuda.device(device):
+            self._handle = self._cudnn.create_handle()
+        self._ways: dict[_Pass, Ways] = {}
+        self.settled: torch.cuda.Event | None = None
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a convolution, or what PyTorch would do where cuDNN is not the one to ask.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for any way.
+        """
+        self.settled = None
+        if kwargs or not _is_for_cudnn(func, args):
+            return func(*args, **kwargs)
+        return self._forward(*args) if func is _FORWARD else self._backward(*args)
+
+    def close(self) -> None:
+        """Let go of the plans and of the handle."""
+        self._ways.clear()
+        self._cudnn.destroy_handle(self._handle)
+
+    def _forward(
+        self,
+        images: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        *_: Any,
+    ) -> torch.Tensor:
+        order = _memory_format(images, weight)
+        images, weight = _laid_out(order, images, weight)
+        sizes = [
+            (size + 2 * pad - step * (window - 1) - 1) // move + 1
+            for size, pad, step, window, move in zip(
+                images.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True
+            )
+        ]
+        result = _empty((images.shape[0], weight.shape[0], *sizes), images, order)
+        self._work_out(FORWARD, images, weight, result, stride, padding, dilation)
+        if bias is not None:
+            result.add_(bias.view(1, -1, *(1 for _ in sizes)))
+        return result
+
+    def _backward(
+        self,
+        gradient: torch.Tensor,
+        images: torch.Tensor,
+        weight: torch.Tensor,
+        bias_sizes: Sequence[int] | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        _transposed: bool,
+        _output_padding: Sequence[int],
+        _groups: int,
+        wanted: Sequence[bool],
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        order = _memory_format(images, weight)
+        gradient, images, weight = _laid_out(order, gradient, images, weight)
+        of_images = of_weight = of_bias = None
+        if wanted[0]:
+            of_images = _empty(images.shape, images, order)
+            self._work_out(DATA_GRADIENT, of_images, weight, gradient, stride, padding, dilation)
+        if wanted[1]:
+            of_weight = _empty(weight.shape, weight, order)
+            self._work_out(WEIGHT_GRADIENT, images, of_weight, gradient, stride, padding, dilation)
+        if wanted[2]:
+            of_bias = gradient.sum((0, *range(2, gradient.dim())))
+        return of_images, of_weight, of_bias
+
+    def _work_out(
+        self,
+        kind: int,
+        images: torch.Tensor,
+        weight: torch.Tensor,
+        result: torch.Tensor,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+    ) -> None:
+        """One pass: one of the three tensors is written to, by what the other two hold."""
+        question = _Pass(
+            kind,
+            (tuple(images.shape), images.stride()),
+            (tuple(weight.shape), weight.stride()),
+            (tuple(result.shape), result.stride()),
+            images.dtype,
+            tuple(padding),
+            tuple(stride),
+            tuple(dilation),
+            torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
+        )
+        ways = self._ways.get(question)
+        if ways is None:
+            ways = self._ways[question] = Ways(self._ask(question))
+        tensors = (images, weight, result)
+        stream = torch.cuda.current_stream(self._device)
+        self._cudnn.set_stream(handle=self._handle, stream=stream.cuda_stream)
+        free = self._free_bytes() - _ROUNDING_BYTES
+        for new in ways.untimed(self._kind, free):
+            seconds = self._time(ways.ways[new], tensors)
+            if seconds is not None:
+                ways.seconds[new] = seconds
+            self.settled = stream.record_event(torch.cuda.Event(enable_timing=True))
+        while (number := ways.best(self._kind, free)) is not None:
+            if self._try(ways.ways[number], tensors):
+                return
+            free = ways.ways[number].nbytes - 1  # the budget has the room, but not in one piece
+        least = min((way.nbytes for way in ways.ways), default=0)
+        raise torch.OutOfMemoryError(f"CUDA out of memory: a convolution needs {least} bytes of workspace")
+
+    def _time(self, way: Way, tensors: Sequence[torch.Tensor]) -> float | None:
+        """The time of a way in seconds, from its second run; None if there is no memory for it."""
+        if not self._try(way, tensors):
+            return None
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        if not self._try(way, tensors):
+            return None
+        ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
+    def _try(self, way: Way, tensors: Sequence[torch.Tensor]) -> bool:
+        try:
+            workspace = torch.empty(way.nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            return False
+        way.run(tensors, workspace)
+        return True
+
+    def _ask(self, question: _Pass) -> list[Way]:
+        """The ways that cuDNN has for a pass: its heuristics' first ones, and the one with the least workspace."""
+        cudnn = self._cudnn
+        graph = cudnn.pygraph(
+            io_data_type=getattr(cudnn.data_type, _TYPES[question.dtype]),
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+            handle=self._handle,
+        )
+        layouts = {"images": question.images, "weight": question.weight, "result": question.result}
+        made = _MADE[question.kind]
+        places = {
+            name: graph.tensor(dim=list(sizes), stride=list(strides))
+            for name, (sizes, strides) in layouts.items()
+            if name != made
+        }
+        geometry = {
+            "padding": list(question.padding),
+            "stride": list(question.stride),
+            "dilation": list(question.dilation),
+        }
+        if question.kind == FORWARD:
+            places[made] = graph.conv_fprop(image=places["images"], weight=places["weight"], **geometry)
+        elif question.kind == DATA_GRADIENT:
+            places[made] = graph.conv_dgrad(loss=places["result"], filter=places["weight"], **geometry)
+        else:
+            places[made] = graph.conv_wgrad(image=places["images"], loss=places["result"], **geometry)
+        sizes, strides = layouts[made]
+        places[made].set_output(True).set_dim(list(sizes)).set_stride(list(strides))
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        notes = cudnn.numerical_note
+        refused = [notes.NONDETERMINISTIC] if question.is_deterministic else []
+        if question.dtype is torch.float32:  # as PyTorch refuses them (aten/src/ATen/native/cudnn/Conv_v8.cpp)
+            refused += [notes.DOWN_CONVERT_INPUTS] + ([] if question.rounds_inputs else [notes.TENSOR_CORE])
+        graph.deselect_numeric_notes(refused)
+        ways = []
+        in_order = [places[name] for name in layouts]
+        for index in range(graph.get_execution_plan_count()):
+            try:
+                graph.build_plan_at_index(index)
+            except Exception:  # one that the device or the notes rule out; the package has no narrower class for it
+                continue
+            nbytes = graph.get_workspace_size_plan_at_index(index)
+            ways.append(Way(nbytes, partial(self._execute, graph, index, in_order)))
+        kept = ways[:_MOST_WAYS]
+        least = min(ways, key=lambda way: way.nbytes, default=None)
+        if least is not None and least not in kept:
+            kept.append(least)
+        return kept
+
+    def _execute(
+        self, graph: Any, index: int, places: Sequence[Any], tensors: Sequence[torch.Tensor], workspace: torch.Tensor
+    ) -> None:
+        graph.execute_plan_at_index(dict(zip(places, tensors, strict=True)), workspace, index, handle=self._handle)
+
+
+def _is_for_cudnn(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call is a convolution over images or volumes that PyTorch would leave to cuDNN."""
+    if func is _FORWARD and len(args) == 9:
+        tensors, transposed = args[:2], args[6]
+    elif func is _BACKWARD and len(args) == 11:
+        tensors, transposed = args[:3], args[7]
+    else:
+        return False
+    return (
+        not transposed
+        and torch.backends.cudnn.enabled
+        and len({tensor.dtype for tensor in tensors}) == 1
+        and all(
+            tensor.is_cuda and tensor.dtype in _TYPES and tensor.dim() in (4, 5) and tensor.numel() > 0
+            for tensor in tensors
+        )
+    )
+
+
+def _memory_format(images: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """The order that PyTorch would have cuDNN work in."""
+    last = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
+    for tensor in (images, weight):
+        if tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
+            return last
+    return torch.contiguous_format
+
+
+def _laid_out(order: torch.memory_format, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.contiguous(memory_format=order) for tensor in tensors)
+
+
+def _empty(sizes: Sequence[int], like: torch.Tensor, order: torch.memory_format) -> torch.Tensor:
+    return torch.empty(tuple(sizes), dtype=like.dtype, device=like.device, memory_format=order)
