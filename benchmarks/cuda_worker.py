@@ -2,10 +2,10 @@
 
     python benchmarks/cuda_worker.py SPEC      # JSON; then lines on standard input
 
-A line is a number of steps; "budget" and a number of bytes: from there on a session trains; or "state" and a path:
-there the parameters, buffers and the optimizer's state are written. For each it prints a line of JSON, of steps with
-what they took and left behind. The wall of a session is the whole process's, so that no
-plain training can run beside it in one process.
+A line is a number of steps; "budget" and a number of bytes: from there on a session trains; or "gradients", a number
+of steps and a share of the plain peak: their gradients plain, and in a session from the same states. For each it
+prints a line of JSON, of steps with what they took and left behind. The wall of a session is the whole process's, so
+that no plain training can run beside it in one process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -185,7 +185,7 @@ class Job:
             found |= self._link(self.session)
         return found
 
-    def _step(self, k: int) -> torch.Tensor:
+    def _step(self, k: int, *, clear: bool = True) -> torch.Tensor:
         spec = self.spec
         generator = torch.Generator(DEVICE).manual_seed(k)
         around: AbstractContextManager[Any] = nullcontext()
@@ -205,7 +205,8 @@ class Job:
             loss = self.network.loss(output, y)
             loss.backward()
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            if clear:
+                self.optimizer.zero_grad()
         return loss.detach()
 
     @staticmethod
@@ -229,20 +230,55 @@ class Job:
     def digest(self) -> dict[str, str]:
         """A hash of parameters, buffers and the optimizer's state."""
         total = hashlib.sha256()
-        for tensor in self._state():
-            total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return {"digest": total.hexdigest()}
-
-    def write(self, path: str) -> dict[str, str]:
-        """The same as a file of tensors."""
-        torch.save(self._state(), path)
-        return {"path": path}
-
-    def _state(self) -> list[torch.Tensor]:
         found: list[Any] = [tensor for _, tensor in sorted(self.model.state_dict().items())]
         for _, state in sorted(self.optimizer.state_dict()["state"].items()):
             found += [item for _, item in sorted(state.items())]
-        return [item.detach().cpu() for item in found if isinstance(item, torch.Tensor)]
+        for item in found:
+            if isinstance(item, torch.Tensor):
+                total.update(item.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return {"digest": total.hexdigest()}
+
+    def compare(self, steps: int, share: float) -> dict[str, Any]:
+        """How far gradients of a session at a share of the plain peak are from plain ones, each from the same state.
+
+        The largest relative difference of all gradients taken as one vector, over so many steps; and that of plain
+        PyTorch from itself.
+        """
+        torch.cuda.reset_peak_memory_stats()
+        truth: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        for k in range(steps):
+            if k == 2:  # before, cuDNN has tried algorithms that take much memory
+                torch.cuda.reset_peak_memory_stats()
+            before = [item.cpu() for item in self.model.state_dict().values()]
+            truth.append((before, self._gradients(k)))
+        budget = int(torch.cuda.max_memory_allocated() * share)
+        found: dict[str, Any] = {"budget": budget, "plain_apart": self._apart(truth)}
+        self.open(budget)
+        found["apart"] = self._apart(truth)
+        assert self.session is not None
+        return found | {
+            "peak_allocated": torch.cuda.max_memory_allocated(),
+            "summary": asdict(self.session.summary()),
+        }
+
+    def _apart(self, truth: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> float:
+        worst = 0.0
+        for k, (before, gradients) in enumerate(truth):
+            with torch.no_grad():
+                for place, item in zip(self.model.state_dict().values(), before, strict=True):
+                    place.copy_(item)
+            pairs = zip(self._gradients(k), gradients, strict=True)
+            norms = [((ours - plain).double().norm(), plain.double().norm()) for ours, plain in pairs]
+            apart, length = (torch.stack(column).norm() for column in zip(*norms, strict=True))
+            worst = max(worst, float(apart / length))
+        return worst
+
+    def _gradients(self, k: int) -> list[torch.Tensor]:
+        torch.manual_seed(k)  # of dropout
+        self._step(k, clear=False)
+        found = [item.grad.cpu() for item in self.model.parameters() if item.grad is not None]
+        self.optimizer.zero_grad()
+        return found
 
 
 def answer(act: Callable[[], dict[str, Any]]) -> None:
@@ -266,13 +302,15 @@ def main() -> None:
 
     answer(begin)
     for line in sys.stdin:
-        *what, item = line.split()
-        if what == ["state"]:
-            answer(partial(jobs[0].write, item))
-        elif what == ["budget"]:
-            answer(partial(jobs[0].open, int(item)))
-        else:
-            answer(partial(jobs[0].run, int(item)) if int(item) else jobs[0].digest)
+        match line.split():
+            case ["budget", nbytes]:
+                answer(partial(jobs[0].open, int(nbytes)))
+            case ["gradients", steps, share]:
+                answer(partial(jobs[0].compare, int(steps), float(share)))
+            case ["0"]:
+                answer(jobs[0].digest)
+            case [steps]:
+                answer(partial(jobs[0].run, int(steps)))
 
 
 if __name__ == "__main__":

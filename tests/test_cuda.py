@@ -21,10 +21,12 @@ from torch import nn
 import outgrow
 from outgrow.cli.main import run
 from outgrow.cost.measure import measure_gpu
+from outgrow.cost.workspaces import Workspace
 from outgrow.errors import BudgetTooSmall
 from outgrow.networks import find
 from outgrow.papers.trial import Trial, measurer_here
 from outgrow.planning.policies import Policy
+from outgrow.runtime.frontend import Frontend
 from steps import RandomDecisions, RecomputeAll
 
 # Before the first product: cuBLAS adds up in the same order each time only with workspaces of its own.
@@ -295,19 +297,129 @@ def test_workspaces_stay_inside_the_budget_and_change_last_bits_at_most(
     def make() -> Training:
         return Training(name, size, batch)
 
-    budget = int(plain.peak_bytes * 0.9)
+    budget = int(plain.peak_bytes * 0.96)
     ours = train_in_session(make, budget, steps=8, workspace=kind)
     assert torch.backends.cudnn.benchmark is False
     assert ours.peak_bytes <= budget
-    if kind in (None, "memory"):
+    if kind is None:
         assert ours.losses == plain.losses[:8]
     else:
         assert ours.losses == pytest.approx(plain.losses[:8], rel=1e-3)
 
 
+FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+
+
+def frontend_of(kind: Workspace, free_bytes: int) -> Frontend:
+    pytest.importorskip("cudnn", reason="cuDNN's frontend is not installed")
+    return Frontend(DEVICE, kind, lambda: free_bytes)
+
+
+@dataclass
+class Case:
+    """A convolution and its gradients."""
+
+    sizes: tuple[int, ...] = (4, 32, 20, 20)
+    channels_out: int = 48
+    window: int = 3
+    stride: int = 1
+    padding: int = 1
+    dilation: int = 1
+    groups: int = 1
+    bias: bool = False
+    dtype: torch.dtype = torch.float32
+    last: bool = False
+
+    def calls(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The arguments of the op and of the one that works out its gradients."""
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        space = len(self.sizes) - 2
+
+        def draw(*sizes: int) -> torch.Tensor:
+            drawn = torch.randn(sizes, generator=generator, device=DEVICE).to(self.dtype)
+            formats = (torch.channels_last, torch.channels_last_3d)
+            return drawn.contiguous(memory_format=formats[space - 2]) if self.last and drawn.dim() > 3 else drawn
+
+        images = draw(*self.sizes)
+        weight = draw(self.channels_out, self.sizes[1] // self.groups, *(self.window,) * space)
+        bias = draw(self.channels_out) if self.bias else None
+        where = [[size] * space for size in (self.stride, self.padding, self.dilation)]
+        rest = (False, [0] * space, self.groups)
+        forward = (images, weight, bias, *where, *rest)
+        gradient = draw(*FORWARD(*forward).shape)
+        sizes = [self.channels_out] if self.bias else None
+        return forward, (gradient, images, weight, sizes, *where, *rest, [True, True, self.bias])
+
+
+@pytest.mark.parametrize("kind", Workspace)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(last=True),
+        Case(bias=True, stride=2, window=5, padding=2),
+        Case(groups=4, dilation=2, padding=2),
+        Case(dtype=torch.float16, last=True),
+        Case(dtype=torch.bfloat16),
+        Case(sizes=(2, 16, 6, 10, 10), channels_out=16),
+        Case(window=1, padding=0, last=True),
+    ],
+    ids=str,
+)
+def test_the_frontend_works_out_what_pytorch_does(case: Case, kind: Workspace) -> None:
+    forward, backward = case.calls()
+    frontend = frontend_of(kind, 4 << 30)
+    bound = 1e-5 if case.dtype is torch.float32 else 1e-2
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        for func, args in ((FORWARD, forward), (BACKWARD, backward)):
+            ours, plain = frontend.run(func, *args), func(*args)
+            pairs = [(ours, plain)] if func is FORWARD else zip(ours, plain, strict=True)
+            for left, right in pairs:
+                assert (left is None) == (right is None)
+                if left is not None:
+                    assert left.stride() == right.stride()
+                    assert left.dtype == right.dtype
+                    assert float((left - right).norm() / right.norm()) < bound
+            again = frontend.run(func, *args)
+            assert frontend.settled is None, "what is known is not tried again"
+            assert torch.equal(again, ours) if func is FORWARD else again[0].equal(ours[0])
+    frontend.close()
+
+
+def test_the_frontend_takes_no_more_than_what_is_free() -> None:
+    """In the usual order of images VGG's convolutions hold gigabytes where they may, for a third of the time."""
+    images, weight = torch.randn(32, 64, 224, 224, device=DEVICE), torch.randn(64, 64, 3, 3, device=DEVICE)
+    call = (images, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    seconds = []
+    for free in (2 << 30, 600 << 20, 8 << 20):
+        frontend = frontend_of(Workspace.DYNAMIC, free)
+        result = frontend.run(FORWARD, *call)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        result = frontend.run(FORWARD, *call)
+        ended.record()
+        ended.synchronize()
+        seconds.append(began.elapsed_time(ended))
+        assert torch.cuda.max_memory_allocated() - before <= free + result.nbytes
+        frontend.close()
+    assert seconds[0] < seconds[2]
+
+
+def test_a_convolution_without_room_for_any_way_is_out_of_memory() -> None:
+    forward, _ = Case(sizes=(32, 64, 56, 56), channels_out=64).calls()
+    frontend = frontend_of(Workspace.DYNAMIC, -(1 << 30))
+    with pytest.raises(torch.OutOfMemoryError, match="workspace"):
+        frontend.run(FORWARD, *forward)
+    frontend.close()
+
+
 @pytest.mark.parametrize("kind", ["speed", "dynamic"])
 def test_a_search_for_algorithms_is_no_page_fault(kind: str) -> None:
     """cuDNN is refused memory while it looks for what fits; that is no sign that the plan holds too much."""
+    torch.use_deterministic_algorithms(False)  # VGG's pooling of small maps has no others
     training = Training("vgg-16", 96, 16)
     fresh()
     with outgrow.Session(training.model, training.optimizer, budget="2GiB", workspace=kind, **PLACE) as session:

@@ -36,7 +36,7 @@ from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
 from outgrow.reporting.page import write_report
 from outgrow.reporting.subject import Subject
 from outgrow.runtime.backend import open_backend
-from outgrow.runtime.convolutions import Convolutions
+from outgrow.runtime.convolutions import open_convolutions
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.faults import is_out_of_memory
@@ -139,8 +139,7 @@ class Session:
         self._device = device_of(self._models)
         if least_moved_bytes < 1:
             raise SessionError(f"least_moved_bytes is {least_moved_bytes}: it must be 1 or more")
-        convolutions = Convolutions(workspace_of(self._device, workspace))
-        self._watches_all = convolutions.searches
+        kind_of_workspace = workspace_of(self._device, workspace)
         host_bytes = host_bytes_of(self._device, host_budget)
         self.budget_bytes = parse_bytes(budget, total_bytes=memory_of(self._device))
         refuse_foreign_plan(plan, self.budget_bytes, self._device)
@@ -160,6 +159,8 @@ class Session:
             self._spill.close()
             raise
         self._copies, self._memory = backend.copies, backend.memory
+        convolutions = open_convolutions(kind_of_workspace, self._device, self._free_bytes)
+        self._watches_all = convolutions.needs_all
         self._planner = Planner(self._policy, self._memory, margin_bytes=backend.memory.margin_bytes)
         self._pool = Pool(
             self._ledger,
@@ -308,6 +309,11 @@ class Session:
         on_lane = threading.current_thread().name.startswith("outgrow-")  # cannot wait for its own end
         if not getattr(self, "_closed", True) and not self._in_step and not on_lane:
             self.close()
+
+    def _free_bytes(self) -> int:
+        """Bytes of the budget that nobody has now."""
+        self._memory.count(self.budget_bytes)
+        return self.budget_bytes - self._ledger.live_bytes
 
     # --- one step ---
 

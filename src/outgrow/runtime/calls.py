@@ -60,12 +60,9 @@ class Calls:
         Gives its result and how far it lifted live bytes, if that was not known before and could be measured.
         """
         call: _RunOp = _run_here if need.measured else self._measured_call
-        if self._memory.is_counted and self._convolutions.searched(facts):
-            call = partial(self._call_searching, need, call)
-        elif self._memory.is_counted and need.depends_on_data:
-            call = partial(self._call_strictly, call)
-        elif (self._memory.is_counted and not need.measured) or self.wants_gate(facts):
-            call = partial(self._call_in_gate, need.likely_bytes, call)
+        if self._memory.is_counted:
+            call = self._bounded(call, facts, need)
+        func = self._convolutions.instead_of(func, facts)
         # What it drew before memory ran out it must draw again.
         dice = Dice.before(args, kwargs) if facts.draws else None
         while True:
@@ -81,9 +78,21 @@ class Calls:
                 if _spoils_thread(error) and call is not _run_elsewhere:
                     call = _run_elsewhere
                 else:
-                    self._pool.page_fault(error, need.likely_bytes, facts.name)
+                    self._pool.page_fault(error, need.likely_bytes, facts.name, need.certain_bytes)
             if dice is not None:
                 dice.put_back()
+
+    def _bounded(self, call: _RunOp, facts: OpFacts, need: Need) -> _RunOp:
+        """What calls an op with as much memory as it may have of an allocator that counts."""
+        if self._convolutions.searched(facts):
+            return partial(self._call_searching, need, call)
+        if self.wants_gate(facts) and not need.measured:
+            return partial(self._call_openly, need.likely_bytes, call)
+        if need.depends_on_data:
+            return partial(self._call_strictly, call)
+        if self.wants_gate(facts) or not need.measured:
+            return partial(self._call_in_gate, need.likely_bytes, call)
+        return call
 
     def _take_room(self, facts: OpFacts, need: Need) -> None:
         """See that libraries find memory for themselves; where there is none, evict (a page fault)."""
@@ -106,6 +115,13 @@ class Calls:
         with self._memory.gate(nbytes):
             return call(func, args, kwargs)
 
+    def _call_openly(
+        self, nbytes: int, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, int | None]:
+        """Call an op whose library takes nobody knows how much, and something else where it is refused that."""
+        with self._memory.openly(nbytes):
+            return call(func, args, kwargs)
+
     def _call_strictly(
         self, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int | None]:
@@ -119,11 +135,11 @@ class Calls:
         """Call a convolution that looks for its fastest algorithm, with no more memory than the budget leaves.
 
         What the library is refused meanwhile says nothing of the plan. An algorithm that was found before gets its
-        workspace where room was made for it.
+        workspace where room was made for it; and where workspaces are known, none is asked for that has no room.
         """
         self._refusals += self._memory.refusals()
         try:
-            if not need.measured:
+            if not (need.measured or self._convolutions.knows_ways):
                 return self._call_strictly(call, func, args, kwargs)
             return self._call_in_gate(need.likely_bytes, call, func, args, kwargs)
         except RuntimeError as error:

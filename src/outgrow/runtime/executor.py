@@ -261,6 +261,7 @@ class Executor:
     def close(self) -> None:
         """The session ends: there will be no more steps."""
         self._fast.close()
+        self._convolutions.close()
 
     # --- the clock ---
 
@@ -508,6 +509,10 @@ class Executor:
         else:
             result, measured = self._calls.call(func, facts, args, kwargs, need)
             rise = self._rise_of(signature, need, measured)
+            began = self._convolutions.settled(facts) or began
+            if measured is not None and before + rise > self._budget and self._calls.wants_gate(facts):
+                # A library was given what it wanted, as nobody knew how much it was: more than the budget has.
+                raise self._too_small(before + rise, facts.name)
         if recorder is not None:
             seconds = time.perf_counter() - started
             if self._clock is not None:  # else the device is done with it
@@ -529,7 +534,7 @@ class Executor:
             fast.learns
             and need.measured
             and not (is_free or facts.draws or facts.over_lists or parking.looks_out_for(number))
-            and not self._convolutions.searched(facts)
+            and not self._convolutions.seen(facts)
         ):
             if not facts.writes:
                 fast.needs_no_care(number, rise, gated=self._calls.wants_gate(facts))

@@ -11,9 +11,11 @@ The frontend is NVIDIA's Python package `nvidia-cudnn-frontend`, an optional one
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -21,10 +23,13 @@ import torch
 from outgrow.cost.workspaces import Workspace
 from outgrow.tracing.convolution import DATA_GRADIENT, FORWARD, WEIGHT_GRADIENT
 
+_LOG = logging.getLogger(__name__)
+
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 # As many as PyTorch tries by default (`torch.backends.cudnn.benchmark_limit`).
 _MOST_WAYS = 10
+_HOPELESS = 8.0
 # A block may be so much larger than what was asked for (the CUDA allocator's `kSmallSize`, below which it does not
 # split one).
 _ROUNDING_BYTES = 1 << 20
@@ -51,8 +56,14 @@ class Ways:
     seconds: dict[int, float] = field(default_factory=dict)
 
     def untimed(self, kind: Workspace, free_bytes: int) -> list[int]:
-        """Those that may be taken now or later, and that have room to be tried."""
-        return [number for number in self._fitting(kind, free_bytes) if number not in self.seconds]
+        """Those that nobody knows to be slower, and that have room to be tried.
+
+        What comes after cuDNN's first ones is tried only where none of those has room: it may take a hundred times as
+        long.
+        """
+        fitting = self._fitting(kind, free_bytes)
+        first = [number for number in fitting if number < _MOST_WAYS]
+        return [number for number in first or fitting if number not in self.seconds]
 
     def best(self, kind: Workspace, free_bytes: int) -> int | None:
         """The fastest that was timed and has room; None if there is none."""
@@ -80,6 +91,10 @@ class _Pass:
     dilation: tuple[int, ...]
     is_deterministic: bool
     rounds_inputs: bool  # TF32
+
+
+class _HasNoWays(Exception):
+    """cuDNN's frontend knows no way to run a pass."""
 
 
 class Frontend:
@@ -110,7 +125,7 @@ class Frontend:
         self._ways: dict[_Pass, Ways] = {}
         self.settled: torch.cuda.Event | None = None
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a convolution, or what PyTorch would do where cuDNN is not the one to ask.
 
         Raises:
@@ -119,7 +134,10 @@ class Frontend:
         self.settled = None
         if kwargs or not _is_for_cudnn(func, args):
             return func(*args, **kwargs)
-        return self._forward(*args) if func is _FORWARD else self._backward(*args)
+        try:
+            return self._forward(*args) if func is _FORWARD else self._backward(*args)
+        except _HasNoWays:
+            return func(*args)
 
     def close(self) -> None:
         """Let go of the plans and of the handle."""
@@ -202,13 +220,15 @@ class Frontend:
         )
         ways = self._ways.get(question)
         if ways is None:
-            ways = self._ways[question] = Ways(self._ask(question))
+            ways = self._ways[question] = Ways(self._ways_of(question))
+        if not ways.ways:
+            raise _HasNoWays
         tensors = (images, weight, result)
         stream = torch.cuda.current_stream(self._device)
         self._cudnn.set_stream(handle=self._handle, stream=stream.cuda_stream)
         free = self._free_bytes() - _ROUNDING_BYTES
         for new in ways.untimed(self._kind, free):
-            seconds = self._time(ways.ways[new], tensors)
+            seconds = self._time(ways.ways[new], tensors, min(ways.seconds.values(), default=inf))
             if seconds is not None:
                 ways.seconds[new] = seconds
             self.settled = stream.record_event(torch.cuda.Event(enable_timing=True))
@@ -216,20 +236,26 @@ class Frontend:
             if self._try(ways.ways[number], tensors):
                 return
             free = ways.ways[number].nbytes - 1  # the budget has the room, but not in one piece
-        least = min((way.nbytes for way in ways.ways), default=0)
+        least = min(way.nbytes for way in ways.ways)
         raise torch.OutOfMemoryError(f"CUDA out of memory: a convolution needs {least} bytes of workspace")
 
-    def _time(self, way: Way, tensors: Sequence[torch.Tensor]) -> float | None:
-        """The time of a way in seconds, from its second run; None if there is no memory for it."""
-        if not self._try(way, tensors):
-            return None
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        if not self._try(way, tensors):
-            return None
-        ended.record()
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3
+    def _time(self, way: Way, tensors: Sequence[torch.Tensor], best: float) -> float | None:
+        """The time of a way in seconds, from its second run, or from its first if that is hopeless beside the best.
+
+        None if there is no memory for it.
+        """
+        seconds = None
+        for _ in range(2):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            if not self._try(way, tensors):
+                return seconds
+            ended.record()
+            ended.synchronize()
+            seconds = float(began.elapsed_time(ended)) / 1e3
+            if seconds > _HOPELESS * best:
+                break
+        return seconds
 
     def _try(self, way: Way, tensors: Sequence[torch.Tensor]) -> bool:
         try:
@@ -238,6 +264,13 @@ class Frontend:
             return False
         way.run(tensors, workspace)
         return True
+
+    def _ways_of(self, question: _Pass) -> list[Way]:
+        try:
+            return self._ask(question)
+        except Exception as error:  # the package's own classes, which are others in each of its versions
+            _LOG.info("workspaces: cuDNN's frontend has no plans for %s (%s)", question, error)
+            return []
 
     def _ask(self, question: _Pass) -> list[Way]:
         """The ways that cuDNN has for a pass: its heuristics' first ones, and the one with the least workspace."""
@@ -276,9 +309,11 @@ class Frontend:
         if question.dtype is torch.float32:  # as PyTorch refuses them (aten/src/ATen/native/cudnn/Conv_v8.cpp)
             refused += [notes.DOWN_CONVERT_INPUTS] + ([] if question.rounds_inputs else [notes.TENSOR_CORE])
         graph.deselect_numeric_notes(refused)
-        ways = []
+        ways: list[Way] = []
         in_order = [places[name] for name in layouts]
         for index in range(graph.get_execution_plan_count()):
+            if len(ways) >= _MOST_WAYS and not min(way.nbytes for way in ways):
+                break
             try:
                 graph.build_plan_at_index(index)
             except Exception:  # one that the device or the notes rule out; the package has no narrower class for it

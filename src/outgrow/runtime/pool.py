@@ -463,8 +463,10 @@ class Pool:
                         raise DeviceOutOfMemory("no memory for a saved value that was to come back") from error
                     self.page_fault(error, nbytes, "a saved value on its way back")
 
-    def page_fault(self, error: BaseException, nbytes: int, what: str) -> None:
+    def page_fault(self, error: BaseException, nbytes: int, what: str, least_bytes: int | None = None) -> None:
         """The allocator refused `nbytes` to `what`: send something away, so that it can ask again.
+
+        `least_bytes` are those that it needs for certain, where `nbytes` is a guess.
 
         Raises:
             DeviceOutOfMemory: nothing is left that could leave.
@@ -476,7 +478,7 @@ class Pool:
         self._memory.relieve()
         before = self._ledger.live_bytes
         evicted = self.evict(max(nbytes, before // _FAULT_SHARE))
-        if not evicted and self._memory.stretch(nbytes):
+        if not evicted and self._memory.stretch(nbytes if least_bytes is None else least_bytes):
             return
         if not evicted:
             raise DeviceOutOfMemory(

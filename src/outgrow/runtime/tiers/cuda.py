@@ -17,7 +17,6 @@ _NEAR_SHARE = 8
 # The allocator takes memory from the device in pieces of 20 MiB (2.11 to 2.13: `large_segment_size`), whose free ends
 # are of no use to others. Blocks in use are kept under the budget; with those ends, under this many times as much.
 _WALL_SHARE = 1.05
-# Where a free block between two others is given back, the ends of pieces that are left come to one, on average.
 _PIECE_BYTES = 20 << 20
 # What an op's outputs and its workspace may take beyond their own bytes, each in pieces of its own.
 _PIECES_BYTES = 5 * _PIECE_BYTES
@@ -151,24 +150,46 @@ class CudaMemory:
 
     @contextmanager
     def gate(self, nbytes: int) -> Iterator[None]:
-        """Inside, whatever the budget has room for is found, where the wall is so near that ends may keep it out.
+        """Inside, `nbytes` that the budget has room for are found.
 
         cuDNN tries another algorithm where it gets no workspace for the first, tells nobody, and remembers that: the
-        result would not be plain PyTorch's to the bit.
+        result would not be plain PyTorch's to the bit. Near the wall, the allocator is asked for as much before: it
+        gives free blocks back for that if it has to, and has the memory then. Where ends of pieces keep it out all
+        the same, the wall gives way: how much they come to, nobody can tell beforehand.
         """
         wall = self._stands_at
         allocated, reserved = self._now()
-        if reserved + nbytes + _PIECES_BYTES <= wall or allocated + nbytes + self._ends_bytes() <= wall:
+        if reserved + nbytes + _PIECES_BYTES <= wall or self._finds(min(nbytes, self._budget - allocated)):
             yield
             return
-        if not self._is_planned:  # later steps have to find their blocks where they were
+        with self._opened(nbytes):
+            yield
+
+    @contextmanager
+    def openly(self, nbytes: int) -> Iterator[None]:
+        """Inside, nothing is refused that the device has; `nbytes` are a guess."""
+        if self._now()[1] + nbytes + _PIECES_BYTES > self._stands_at and not self._is_planned:
             torch.cuda.empty_cache()
-            reserved = self._now()[1]
-        self._stand(max(wall, reserved + nbytes + _PIECES_BYTES))
+        with self._opened(self._total):
+            yield
+
+    @contextmanager
+    def _opened(self, nbytes: int) -> Iterator[None]:
+        wall = self._stands_at
+        self._stand(max(wall, min(self._total, self._now()[1] + nbytes + _PIECES_BYTES)))
         try:
             yield
         finally:
             self._stand(wall)
+
+    def _finds(self, nbytes: int) -> bool:
+        """Whether the allocator has so many bytes in one block behind the wall, free or to be taken."""
+        try:
+            torch.UntypedStorage(max(0, nbytes), device=self._device)
+        except torch.OutOfMemoryError:
+            self._refused += 1  # to us, which is no library that keeps quiet
+            return False
+        return True
 
     @contextmanager
     def strictly(self) -> Iterator[None]:
@@ -220,10 +241,6 @@ class CudaMemory:
             return self._ledger.count.in_all
         stats = self._stats()
         return int(stats["allocated_bytes"]["all"]["current"]), int(stats["reserved_bytes"]["all"]["current"])
-
-    def _ends_bytes(self) -> int:
-        """What may be left of pieces between blocks in use when the allocator has given its free blocks back."""
-        return _PIECE_BYTES * int(self._stats()["inactive_split"]["large_pool"]["current"])
 
     def _state(self) -> tuple[int, int]:
         """How often the allocator gave free blocks back to find room, and what it holds."""

@@ -55,6 +55,12 @@ class DeviceMemory(Protocol):
     def gate(self, nbytes: int) -> AbstractContextManager[None]:
         """Inside runs an op that adds `nbytes` and does something else where it is refused some of them."""
 
+    def openly(self, nbytes: int) -> AbstractContextManager[None]:
+        """Inside runs an op that nobody saw before, that does something else where it is refused memory.
+
+        It is refused none, whatever the budget is; `nbytes` are what it is thought to add.
+        """
+
     def strictly(self) -> AbstractContextManager[None]:
         """Inside runs an op that adds nobody knows how much: what the budget has no room for is refused."""
 

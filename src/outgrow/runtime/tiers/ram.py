@@ -91,6 +91,10 @@ class Ram:
         """Nothing to do: what is refused memory on a CPU says so."""
         return nullcontext()
 
+    def openly(self, nbytes: int) -> AbstractContextManager[None]:
+        """Nothing to do: what is refused memory on a CPU says so."""
+        return nullcontext()
+
     def strictly(self) -> AbstractContextManager[None]:
         """Nothing to do: an allocator of the system's has bounds of its own."""
         return nullcontext()
