@@ -7,7 +7,7 @@ run side by side, and first:
 
 - equality: losses and state after 20 steps against plain PyTorch, to the bit, over networks, policies and budgets.
 - closeness: gradients of 20 steps with the algorithms that PyTorch takes by itself, TF32 off, each from the state
-  that plain PyTorch had: relative differences up to 1e-6, or to what plain PyTorch differs by from itself.
+  that plain PyTorch had: relative differences up to 1e-6, or twice what plain PyTorch differs by from itself.
 - budgets: `max_memory_allocated` against the budget, and reserved memory against 1.05 of it, at sizes that matter.
 - deep: ResNet-2504 at batch 16 in 12 GB, which is what a Titan X or a K40 has: 12 GiB.
 
@@ -292,8 +292,8 @@ class Bench:
             self.judge(False, f"{name}, TF32 off: {error}")
             return row | {"failure": str(error), "least_bytes": error.least_bytes}
         what = f"{name}, TF32 off: gradients {row['apart']:.1e} from plain ones, those {row['plain_apart']:.1e} apart"
-        # No further than plain PyTorch is from itself, where its own algorithms are that far apart.
-        self.judge(row["apart"] <= max(_CLOSE_ENOUGH, row["plain_apart"]), what)
+        # Two runs of plain PyTorch may be further apart than that: then twice as far.
+        self.judge(row["apart"] <= max(_CLOSE_ENOUGH, 2 * row["plain_apart"]), what)
         self.judge(row["peak_allocated"] <= row["budget"], f"{name}, TF32 off: over its budget")
         self.say(what)
         return row

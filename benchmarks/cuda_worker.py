@@ -249,7 +249,7 @@ class Job:
         for k in range(steps):
             if k == 2:  # before, cuDNN has tried algorithms that take much memory
                 torch.cuda.reset_peak_memory_stats()
-            before = [item.cpu() for item in self.model.state_dict().values()]
+            before = [item.to("cpu", copy=True) for item in self.model.state_dict().values()]
             truth.append((before, self._gradients(k)))
         budget = int(torch.cuda.max_memory_allocated() * share)
         found: dict[str, Any] = {"budget": budget, "plain_apart": self._apart(truth)}
@@ -276,7 +276,7 @@ class Job:
     def _gradients(self, k: int) -> list[torch.Tensor]:
         torch.manual_seed(k)  # of dropout
         self._step(k, clear=False)
-        found = [item.grad.cpu() for item in self.model.parameters() if item.grad is not None]
+        found = [item.grad.to("cpu", copy=True) for item in self.model.parameters() if item.grad is not None]
         self.optimizer.zero_grad()
         return found
 

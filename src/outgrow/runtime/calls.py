@@ -90,8 +90,10 @@ class Calls:
             return partial(self._call_openly, need.likely_bytes, call)
         if need.depends_on_data:
             return partial(self._call_strictly, call)
-        if self.wants_gate(facts) or not need.measured:
+        if self.wants_gate(facts):
             return partial(self._call_in_gate, need.likely_bytes, call)
+        if not need.measured:  # what it takes beyond its results is a guess, and it says so where it is refused that
+            return partial(self._call_in_gate, need.certain_bytes, call)
         return call
 
     def _take_room(self, facts: OpFacts, need: Need) -> None:
@@ -111,7 +113,7 @@ class Calls:
     def _call_in_gate(
         self, nbytes: int, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int | None]:
-        """Call an op that was never seen, or that a library may run in another way where it gets no workspace."""
+        """Call an op that gets so much, although the budget is near."""
         with self._memory.gate(nbytes):
             return call(func, args, kwargs)
 

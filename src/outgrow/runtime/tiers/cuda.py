@@ -20,6 +20,10 @@ _WALL_SHARE = 1.05
 _PIECE_BYTES = 20 << 20
 # What an op's outputs and its workspace may take beyond their own bytes, each in pieces of its own.
 _PIECES_BYTES = 5 * _PIECE_BYTES
+# What all such ends were seen to come to at the most when free blocks have been given back.
+_ENDS_BYTES = 256 << 20
+# A block may be so much larger than what was asked for: smaller rests are not split off (`kSmallSize`).
+_ROUNDING_BYTES = 1 << 20
 # What the ledger and the plan do not know of: each block is rounded up.
 _MARGIN_SHARE = 128
 
@@ -157,26 +161,31 @@ class CudaMemory:
         gives free blocks back for that if it has to, and has the memory then. Where ends of pieces keep it out all
         the same, the wall gives way: how much they come to, nobody can tell beforehand.
         """
-        wall = self._stands_at
         allocated, reserved = self._now()
-        if reserved + nbytes + _PIECES_BYTES <= wall or self._finds(min(nbytes, self._budget - allocated)):
+        if reserved + nbytes + _PIECES_BYTES <= self._stands_at:
             yield
             return
-        with self._opened(nbytes):
+        found = False
+        if nbytes + _ROUNDING_BYTES <= self._budget - allocated:
+            with self._moved_to(allocated + nbytes + _ENDS_BYTES):
+                found = self._finds(nbytes)
+        # What is found in one block may be wanted in several, of which some come from others.
+        with self._moved_to(self._now()[1] + (0 if found else nbytes) + _PIECES_BYTES):
             yield
 
     @contextmanager
     def openly(self, nbytes: int) -> Iterator[None]:
         """Inside, nothing is refused that the device has; `nbytes` are a guess."""
         if self._now()[1] + nbytes + _PIECES_BYTES > self._stands_at and not self._is_planned:
-            torch.cuda.empty_cache()
-        with self._opened(self._total):
+            torch.cuda.empty_cache()  # else they are kept for later steps, which have to find them where they were
+        with self._moved_to(self._total):
             yield
 
     @contextmanager
-    def _opened(self, nbytes: int) -> Iterator[None]:
+    def _moved_to(self, wall_bytes: int) -> Iterator[None]:
+        """Inside, the wall stands at `wall_bytes` at the least."""
         wall = self._stands_at
-        self._stand(max(wall, min(self._total, self._now()[1] + nbytes + _PIECES_BYTES)))
+        self._stand(max(wall, wall_bytes))
         try:
             yield
         finally:
@@ -185,7 +194,7 @@ class CudaMemory:
     def _finds(self, nbytes: int) -> bool:
         """Whether the allocator has so many bytes in one block behind the wall, free or to be taken."""
         try:
-            torch.UntypedStorage(max(0, nbytes), device=self._device)
+            torch.UntypedStorage(nbytes, device=self._device)
         except torch.OutOfMemoryError:
             self._refused += 1  # to us, which is no library that keeps quiet
             return False
