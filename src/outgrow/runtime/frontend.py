@@ -261,9 +261,10 @@ class Frontend:
 
     def _try(self, way: Way, tensors: Sequence[torch.Tensor]) -> bool:
         try:
-            workspace = torch.empty(way.nbytes, dtype=torch.uint8, device=self._device)
+            memory = torch.UntypedStorage(way.nbytes, device=self._device)  # which nobody fills
         except torch.OutOfMemoryError:
             return False
+        workspace = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory)
         way.run(tensors, workspace)
         return True
 
@@ -324,7 +325,7 @@ class Frontend:
         rest = deque(range(graph.get_execution_plan_count()))
         while rest and len(ways) < _MOST_WAYS:
             build(rest.popleft())
-        while rest and min(way.nbytes for way in ways):
+        while rest and min(way.nbytes for way in ways) > 0:
             build(rest.pop())
         return ways
 
