@@ -117,6 +117,18 @@ def test_near_the_wall_the_gate_has_the_allocator_find_what_is_asked_for(allocat
     assert allocator.share == pytest.approx(WALL)
 
 
+def test_at_small_budgets_ends_of_pieces_keep_out_more_than_the_wall_allows(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE, GiB, Ledger("cuda", 0))
+    memory.begin_step(planned=True, again=False)
+    allocator.allocated, allocator.reserved, allocator.ends = int(0.7 * GiB), int(1.05 * GiB), GiB // 5
+    wall = allocator.share
+    with memory.gate(GiB // 5):
+        assert allocator.asked == [GiB // 5, GiB // 5]
+        assert wall < allocator.share < 0.012
+    assert allocator.share == wall
+    assert memory.refusals() == 0, "what was refused to us is nobody's"
+
+
 def test_the_gate_opens_where_ends_of_pieces_keep_out_what_the_budget_holds(allocator: Allocator) -> None:
     memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
     memory.begin_step(planned=True, again=False)

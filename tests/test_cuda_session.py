@@ -17,14 +17,16 @@ import outgrow
 import outgrow.session
 from cases import training_of
 from fake_streams import FakeStreams
-from outgrow.errors import HostBudgetTooSmall, SessionError
+from outgrow.errors import BudgetTooSmall, HostBudgetTooSmall, SessionError
 from outgrow.planning.policies import Policy
 from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
 from outgrow.runtime.backend import Backend
+from outgrow.runtime.calls import Calls
 from outgrow.runtime.clock import DeviceClock, StepTimes
 from outgrow.runtime.copies.cuda import CudaCopies
 from outgrow.runtime.executor import Executor
+from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers import host
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.host import HostTier
@@ -278,6 +280,55 @@ def test_an_op_whose_size_is_data_gets_no_more_than_the_budget_has(fakes: Callab
             found.append(made.memory[0].stricts)
             made.memory[0].stricts = 0
     assert all(found)
+
+
+def test_what_a_library_took_beyond_the_budget_is_not_passed_over(
+    fakes: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused nothing at first sight, as it would then do something else, with other bits."""
+    made = fakes(luck=0.0)
+    usual = Calls._measured_call
+
+    def greedy(calls: Calls, func: Any, *rest: Any) -> Any:
+        result, rise = usual(calls, func, *rest)
+        return result, 1 << 30 if "convolution_backward" in str(func) else rise
+
+    monkeypatch.setattr(Calls, "_measured_call", greedy)
+    training = training_of("resnet-18", 32, 2)()
+    session = outgrow.Session(training.models, training.optimizers, budget="900MiB")
+    with pytest.raises(BudgetTooSmall, match=r"convolution_backward") as caught, session.step():
+        training.run(0)
+    assert caught.value.least_bytes > 1 << 30
+    assert made.memory[0].opens > 0
+    session.close()
+
+
+def test_memory_that_is_refused_although_the_budget_has_it_is_had_all_the_same(
+    fakes: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guess of what an op takes beside its results may be far too high; what it is sure to take counts."""
+    made = fakes(luck=0.0)
+    usual, refused, stretched = Calls._measured_call, [0], []
+
+    def refusing(calls: Calls, func: Any, *rest: Any) -> Any:
+        if "max_pool2d_with_indices" in str(func) and refused[0] < 2:
+            refused[0] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        return usual(calls, func, *rest)
+
+    def stretch(memory: CountedRam, nbytes: int) -> bool:
+        stretched.append(nbytes)
+        return True
+
+    monkeypatch.setattr(Calls, "_measured_call", refusing)
+    monkeypatch.setattr(CountedRam, "stretch", stretch)
+    monkeypatch.setattr(Pool, "evict", lambda pool, nbytes: False)
+    training = training_of("resnet-18", 32, 2)()
+    with outgrow.Session(training.models, training.optimizers, budget="900MiB") as session, session.step():
+        training.run(0)
+    pooled = 2 * 64 * 8 * 8 * 4  # 64 maps of 8 x 8 for two images
+    assert stretched == [pooled * 3] * 2, "the maxima, and where they were as 8-byte numbers"
+    assert made.memory
 
 
 def test_plans_for_a_host_that_runs_ahead_say_when_values_are_gone() -> None:

@@ -20,6 +20,8 @@ _WALL_SHARE = 1.05
 _PIECE_BYTES = 20 << 20
 # What an op's outputs and its workspace may take beyond their own bytes, each in pieces of its own.
 _PIECES_BYTES = 5 * _PIECE_BYTES
+# What is lost of a free block that is given back and taken again: an end on each side, and a piece of small blocks.
+_ENDS_OF_ONE_BYTES = 3 * _PIECE_BYTES
 # What all such ends were seen to come to at the most when free blocks have been given back.
 _ENDS_BYTES = 256 << 20
 # A block may be so much larger than what was asked for: smaller rests are not split off (`kSmallSize`).
@@ -167,10 +169,12 @@ class CudaMemory:
             return
         found = False
         if nbytes + _ROUNDING_BYTES <= self._budget - allocated:
-            with self._moved_to(allocated + nbytes + _ENDS_BYTES):
-                found = self._finds(nbytes)
+            found = self._finds(nbytes)
+            if not found:
+                with self._moved_to(allocated + nbytes + _ENDS_BYTES):
+                    found = self._finds(nbytes)
         # What is found in one block may be wanted in several, of which some come from others.
-        with self._moved_to(self._now()[1] + (0 if found else nbytes) + _PIECES_BYTES):
+        with self._moved_to(self._now()[1] + (_ENDS_OF_ONE_BYTES if found else nbytes + _PIECES_BYTES)):
             yield
 
     @contextmanager

@@ -1,0 +1,85 @@
+"""Which way a convolution takes, of those that cuDNN's frontend knows. How they run is in test_cuda.py."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from outgrow.cost.workspaces import Workspace
+from outgrow.runtime.convolutions import Convolutions, open_convolutions
+from outgrow.runtime.frontend import _MOST_WAYS, Frontend, Way, Ways
+from outgrow.tracing.ops import facts_of
+
+MiB = 1 << 20
+
+
+def ways(*nbytes: int, seconds: dict[int, float] | None = None) -> Ways:
+    """Ways by their workspaces."""
+    return Ways([Way(size, lambda tensors, workspace: None) for size in nbytes], dict(seconds or {}))
+
+
+KNOWN = ways(400 * MiB, 200 * MiB, 0, 0, seconds={0: 3e-3, 1: 4e-3, 2: 11e-3, 3: 10e-3})
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "best"),
+    [
+        (Workspace.SPEED, 1 << 30, 0),
+        (Workspace.DYNAMIC, 1 << 30, 0),
+        (Workspace.DYNAMIC, 399 * MiB, 1),
+        (Workspace.DYNAMIC, 10, 3),
+        (Workspace.MEMORY, 1 << 30, 3),
+        (Workspace.DYNAMIC, -1, None),
+    ],
+)
+def test_the_fastest_way_that_has_room_is_taken(kind: Workspace, free: int, best: int | None) -> None:
+    assert KNOWN.best(kind, free) == best
+
+
+def test_of_two_that_are_as_fast_the_one_that_holds_less() -> None:
+    assert ways(9, 5, seconds={0: 1.0, 1: 1.0}).best(Workspace.SPEED, 10) == 1
+
+
+def test_ways_are_tried_when_they_first_have_room() -> None:
+    some = ways(400, 200, 0, seconds={2: 1.0})
+    assert some.untimed(Workspace.DYNAMIC, 100) == []
+    assert some.untimed(Workspace.DYNAMIC, 300) == [1]
+    assert some.untimed(Workspace.SPEED, 500) == [0, 1]
+    assert some.untimed(Workspace.MEMORY, 500) == [], "those that hold more than they must are never taken"
+
+
+def test_the_way_of_last_resort_is_tried_where_no_other_has_room() -> None:
+    """It may take a hundred times as long as those that cuDNN puts first."""
+    some = ways(*[100] * _MOST_WAYS, 0)
+    assert _MOST_WAYS not in some.untimed(Workspace.SPEED, 200)
+    assert some.untimed(Workspace.SPEED, 50) == [_MOST_WAYS]
+    assert some.untimed(Workspace.MEMORY, 200) == [_MOST_WAYS]
+
+
+def test_the_frontend_is_for_kinds_of_workspaces_on_a_gpu() -> None:
+    for kind, device in ((None, "cuda"), (Workspace.SPEED, "cpu")):
+        assert not open_convolutions(kind, torch.device(device), lambda: 0).knows_ways
+
+
+def test_where_there_is_no_frontend_pytorch_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    found = open_convolutions(Workspace.SPEED, torch.device("cuda", 0), lambda: 0)
+    assert found.searches
+    assert not found.knows_ways
+    func = torch.ops.aten.convolution.default
+    assert found.instead_of(func, facts_of(func)) is func
+
+
+def test_all_convolutions_are_seen_where_somebody_chooses_for_them() -> None:
+    convolution, relu = torch.ops.aten.convolution.default, torch.ops.aten.relu.default
+    for kind in Workspace:
+        convolutions = Convolutions(kind, object.__new__(Frontend))
+        assert convolutions.needs_all
+        assert convolutions.seen(facts_of(convolution))
+        assert not convolutions.seen(facts_of(relu))
+        assert convolutions.instead_of(convolution, facts_of(convolution)) is not convolution
+        assert convolutions.instead_of(relu, facts_of(relu)) is relu
+    assert not Convolutions(Workspace.MEMORY).needs_all  # cuDNN's heuristics, as everywhere
+    assert not Convolutions(None, object.__new__(Frontend)).knows_ways  # nobody asked for it
