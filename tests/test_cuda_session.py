@@ -289,9 +289,10 @@ def test_what_a_library_took_beyond_the_budget_is_not_passed_over(
     made = fakes(luck=0.0)
     usual = Calls._measured_call
 
-    def greedy(calls: Calls, func: Any, *rest: Any) -> Any:
-        result, rise = usual(calls, func, *rest)
-        return result, 1 << 30 if "convolution_backward" in str(func) else rise
+    def greedy(calls: Calls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result, rise = usual(calls, func, args, kwargs)
+        is_last = "convolution_backward" in str(func) and args[1].shape[1] == 3  # that of the images
+        return result, 1 << 30 if is_last else rise
 
     monkeypatch.setattr(Calls, "_measured_call", greedy)
     training = training_of("resnet-18", 32, 2)()
