@@ -16,6 +16,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _MARK = re.compile(r"<!-- figures: (\w+) -->")
 
 Figures = Mapping[str, Any]
+_Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -58,37 +59,101 @@ def gpu() -> str:
     """Outgrow on a GPU: time beside peers, peaks within budgets, equality, and the network of 10,000 layers."""
     parts = []
     for name, figures in _files("cuda-*.json"):
-        rows: list[tuple[str, ...]] = []
-        head: tuple[str, ...] = ()
-        if "time" in figures:
-            head = ("network", "batch", "peer", "budget", "of the plain peak", "peer over plain", "ours over plain")
-            for row in figures["time"]:
-                peer = f"{row['peer_over_plain']:.2f}" if "peer_over_plain" in row else ""
-                ours = f"{row['ours_over_plain']:.3f}" if "ours_over_plain" in row else _failure(row)
-                what = (row["network"], str(row["batch"]), row["peer"], _mib(row["budget"]))
-                rows.append((*what, f"{row['share']:.0%}", peer, ours))
-        elif "budgets" in figures:
-            head = ("network", "batch", "budget", "peak of it, first step included", "reserved of it")
-            for row in figures["budgets"]:
-                what = (row["spec"]["network"], str(row["spec"]["batch"]), _mib(row.get("budget", 0)))
-                held = row.get("peak_share"), row.get("reserved_share")
-                rows.append((*what, *(_failure(row) if share is None else f"{share:.3f}" for share in held)))
-        elif "equality" in figures:
-            head = ("network", "policy", "of the plain peak", "20 steps, to the bit")
-            for row in figures["equality"]:
-                said = {True: "equal", False: "DIFFERS", None: _failure(row)}[row.get("equal")]
-                spec = row.get("spec", {"network": row.get("network"), "policy": ""})
-                rows.append((spec["network"], spec["policy"], f"{row.get('share', 0):.0%}", said))
-        else:
-            head = ("network", "budget", "peak", "the last of four steps", "with planning, on average")
-            rest = figures["deep"]["rest"]
-            times = (f"{rest['summary']['step_seconds']:.1f} s", f"{rest['seconds']:.1f} s")
-            budget = rest["summary"]["budget_bytes"]
-            rows.append(("resnet-2504, batch 16", _mib(budget), _mib(rest["peak_allocated"]), *times))
+        tables = [table(figures[section]) for section, table in _GPU_TABLES.items() if section in figures]
+        if not tables:
+            continue
         where = figures["environment"]
         note = f"{where['gpu']}, PyTorch {where['torch']}, {where['date']}; `{name}`: `{figures['command']}`"
-        parts.append(_table(head, rows) + "\n\n" + note)
+        if "cut_short" in figures:
+            note += f" (cut short {figures['cut_short']})"
+        parts.append("\n\n".join([*(_table(head, rows) for head, rows in tables), note]))
     return "\n\n".join(parts)
+
+
+def _gpu_time(measured: Sequence[Figures]) -> _Rows:
+    rows = []
+    for row in measured:
+        peer = f"{row['peer_over_plain']:.2f}" if "peer_over_plain" in row else ""
+        ours = f"{row['ours_over_plain']:.3f}" if "ours_over_plain" in row else _failure(row)
+        what = (row["network"], str(row["batch"]), row["peer"], _mib(row["budget"]))
+        rows.append((*what, f"{row['share']:.0%}", peer, ours))
+    head = ("network", "batch", "peer", "budget", "of the plain peak", "peer over plain", "ours over plain")
+    return head, rows
+
+
+def _gpu_budgets(measured: Sequence[Figures]) -> _Rows:
+    rows = []
+    for row in measured:
+        what = (row["spec"]["network"], str(row["spec"]["batch"]), _mib(row.get("budget", 0)))
+        held = row.get("peak_share"), row.get("reserved_share")
+        rows.append((*what, *(_failure(row) if share is None else f"{share:.3f}" for share in held)))
+    return ("network", "batch", "budget", "peak of it, first step included", "reserved of it"), rows
+
+
+def _gpu_equality(measured: Sequence[Figures]) -> _Rows:
+    rows = []
+    for row in measured:
+        said = {True: "equal", False: "DIFFERS", None: _failure(row)}[row.get("equal")]
+        spec = row.get("spec", {"network": row.get("network"), "policy": ""})
+        rows.append((spec["network"], spec["policy"], f"{row.get('share', 0):.0%}", said))
+    return ("network", "policy", "of the plain peak", "20 steps, to the bit"), rows
+
+
+def _gpu_closeness(measured: Sequence[Figures]) -> _Rows:
+    rows = []
+    for row in measured:
+        apart = [_failure(row) if (far := row.get(key)) is None else f"{far:.1e}" for key in ("apart", "plain_apart")]
+        rows.append((row["spec"]["network"], f"{row['share']:.0%}", *apart))
+    return ("network", "of the plain peak", "gradients from plain ones", "plain ones from themselves"), rows
+
+
+def _gpu_workspaces(measured: Sequence[Figures]) -> _Rows:
+    rows = []
+    for row in measured:
+        ours = f"{row['ours_over_plain']:.3f}" if "ours_over_plain" in row else _failure(row)
+        rows.append((row["workspace"] or "left out", f"{row['share']:.0%}", ours))
+    return ("workspace", "of the plain peak", "ours over plain"), rows
+
+
+def _gpu_deep(measured: Figures) -> _Rows:
+    rest = measured["rest"]
+    times = (f"{rest['summary']['step_seconds']:.1f} s", f"{rest['seconds']:.1f} s")
+    row = ("resnet-2504, batch 16", _mib(rest["summary"]["budget_bytes"]), _mib(rest["peak_allocated"]), *times)
+    return ("network", "budget", "peak", "the last of four steps", "with planning, on average"), [row]
+
+
+def _front(ways: Sequence[Figures]) -> list[tuple[float, float]]:
+    """Of the ways of a pass those of which none holds less and is faster, the largest first."""
+    pairs = sorted((way["workspace_megabytes"], way["milliseconds"]) for way in ways)
+    front: list[tuple[float, float]] = []
+    for pair in pairs:
+        if not front or pair[1] < front[-1][1] * 0.95:  # else it is hardly worth its bytes
+            front.append(pair)
+    return front[::-1]
+
+
+_GPU_TABLES: Mapping[str, Callable[[Any], _Rows]] = {
+    "time": _gpu_time,
+    "budgets": _gpu_budgets,
+    "equality": _gpu_equality,
+    "closeness": _gpu_closeness,
+    "workspaces": _gpu_workspaces,
+    "deep": _gpu_deep,
+}
+
+
+def ways() -> str:
+    """What convolutions may hold on a GPU, and what they take for it."""
+    name, figures = _files("cuda-*-ways.json")[0]
+    rows = []
+    for shape in figures["ways"]:
+        what = f"{shape['batch']} x {shape['channels_in']} x {shape['size']}^2, {shape['channels_out']} of"
+        what = f"{what} {shape['window']}^2 / {shape['stride']}, {shape['order']}"
+        for kind, known in shape["passes"].items():
+            rows.append((what, kind, " · ".join(f"{size:,.0f}: {time:.2f}" for size, time in _front(known))))
+    where = figures["environment"]
+    note = f"{where['gpu']}, PyTorch {where['torch']}, cuDNN {where['cudnn']}, {where['date']}; `{name}`"
+    return _table(("convolution", "pass", "megabytes of workspace: milliseconds"), rows) + "\n\n" + note
 
 
 def deep() -> str:
@@ -205,6 +270,7 @@ _TABLES: Mapping[str, Callable[[], str]] = {
     "curve": curve,
     "peers": peers,
     "gpu": gpu,
+    "ways": ways,
     "deep": deep,
     "equality": equality,
     "predictions": predictions,

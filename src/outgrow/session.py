@@ -114,10 +114,11 @@ class Session:
             allow_tmpfs: take a spill folder that is in RAM all the same.
             least_moved_bytes: smaller values stay where they are, in bytes.
             workspace: of a model on a GPU, how convolutions get memory for their work. None: as without a session, so
-                that results are plain PyTorch's to the bit. "memory": with `torch.backends.cudnn.benchmark` off in
-                the step. "speed": with it on, and values leave for the workspace of the fastest algorithm. "dynamic":
-                with it on, and each convolution takes the fastest algorithm whose workspace is free at that moment.
-                The last two may differ from plain PyTorch, and from each other's runs, in the last bits.
+                that results are plain PyTorch's to the bit. "memory": the way that holds least. "speed": the
+                fastest, and values leave for its workspace. "dynamic": at each convolution the fastest whose
+                workspace is free at that moment. With the extra `cudnn` these are chosen among the plans of cuDNN's
+                frontend, without it by PyTorch (`torch.backends.cudnn.benchmark`). They may differ from plain
+                PyTorch, and from each other's runs, in the last bits.
 
         Raises:
             InvalidBudget: the budget cannot be read.

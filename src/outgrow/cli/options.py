@@ -291,8 +291,9 @@ Workspace = Annotated[
 TrainWorkspace = Annotated[
     WorkspaceName | None,
     typer.Option(
-        help="With --device cuda: what convolutions may hold for their work. memory: nothing; speed: the fastest "
-        "algorithm comes first; dynamic: what is free. All three may differ from plain PyTorch in the last bits.",
+        help="With --device cuda: what convolutions may hold for their work. memory: the least; speed: the fastest "
+        "algorithm comes first; dynamic: what is free. All three may differ from plain PyTorch in the last bits. "
+        "They choose at each convolution with the extra outgrow[cudnn], by PyTorch's own search without.",
         show_default="what PyTorch takes by itself",
     ),
 ]
