@@ -332,6 +332,32 @@ def test_memory_that_is_refused_although_the_budget_has_it_is_had_all_the_same(
     assert made.memory
 
 
+def test_what_rounding_takes_is_planned_for_where_it_is_taken(
+    fakes: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all through the step: where few values are alive, little is lost between them."""
+    block = 4 * MiB
+    fakes(luck=0.0)
+
+    def count(memory: CountedRam, nbytes: int) -> None:
+        blocks = sum(-(-record.nbytes // block) * block for record in memory._ledger.alive() if record.nbytes > 4096)
+        memory._ledger.settle(blocks + CountedRam.LIBRARY_BYTES)
+
+    monkeypatch.setattr(CountedRam, "count", count)
+    model = torch.nn.Sequential(*(layer for _ in range(12) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())))
+    with outgrow.Session(model, budget="1GiB") as session:
+        with session.step():
+            model(torch.randn(256, 64)).sum().backward()
+            model.zero_grad()
+        assert session.plan is not None
+        problem = session.plan.problem
+        lost = block - 64 * 64 * 4
+        assert 12 * lost <= problem.base_bytes <= 12 * lost + CountedRam.LIBRARY_BYTES, "the weights'"
+        tanh = [op.workspace_bytes for op in problem.trace.ops if op.name == "aten.tanh.default"]
+        assert tanh[-1] >= tanh[0] + 11 * (block - 256 * 64 * 4)
+        assert 12 * lost <= problem.trace.ops[-1].workspace_bytes < 12 * block, "the gradients'"
+
+
 def test_plans_for_a_host_that_runs_ahead_say_when_values_are_gone() -> None:
     torch.manual_seed(0)
 

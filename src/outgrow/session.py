@@ -450,10 +450,8 @@ class Session:
         trace = with_lasting_state(trace)
         # What else was made in this step and stays is there from now on.
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1))
-        jitter = 0
-        if self._memory.is_counted:  # blocks in use are larger than what lies in them, most so where most are
-            base += max(0, outcome.unseen_bytes - self._ledger.unseen_bytes)
-            jitter = self.budget_bytes // _JITTER_SHARE
+        # Blocks in use are larger than what lies in them, never by quite as much.
+        jitter = self.budget_bytes // _JITTER_SHARE if self._memory.is_counted else 0
         # A program that keeps something of each step until the next one has as much there all the time.
         usual = _LEAST_BASE_BYTES if known is None else max(_LEAST_BASE_BYTES, known.plan.problem.base_bytes)
         steady = known is not None and base <= usual + jitter and not outcome.blind

@@ -186,6 +186,10 @@ class Executor:
                 seconds, stall_seconds, recompute_seconds = times.read()
                 self._recorder.set_times(self._clock.seconds(self._op_spans))
                 times = None
+            if self._is_counted and self._recorder is not None:
+                self._memory.count(self._budget)
+                lasting = self._ledger.unseen_bytes
+                self._recorder.add_beside([max(0, unseen - lasting) for unseen in self._unseen])
         except BaseException:
             self._close_stack()
             self._reset(None)
@@ -215,7 +219,6 @@ class Executor:
             proved=self._recomputer.proofs + self._parking.proofs > 0,
             packs=tuple(self._packs),
             failure=self._parking.failure,
-            unseen_bytes=self._unseen,
             times=times,
         )
         self._reset(None)
@@ -246,7 +249,7 @@ class Executor:
         self._peak = 0
         self._watched = False
         self._where = ""
-        self._unseen = 0
+        self._unseen: list[int] = []
         self._op_spans: list[Span | None] = []
         self._follower.begin(plan)
         verdicts = verdicts or Verdicts()
@@ -419,7 +422,6 @@ class Executor:
             self._parking.land()
         if self._is_counted:
             self._memory.count(need.likely_bytes if self._recorder is None else self._budget)
-            self._unseen = max(self._unseen, self._ledger.unseen_bytes)
         if self._ledger.live_bytes + need.likely_bytes > self._pool.aim_bytes:
             self._where = facts.name
             self._make_room(need.likely_bytes, need.certain_bytes)
@@ -499,7 +501,7 @@ class Executor:
                 if parking.busy:
                     parking.before_write(record)
                 self._pool.written(record)
-        before = ledger.live_bytes
+        before, unseen = ledger.live_bytes, ledger.unseen_bytes
         clock = self._clock if recorder is not None and not facts.is_view else None
         began = None if clock is None else clock.mark_alone()
         if recorder is not None:
@@ -542,6 +544,7 @@ class Executor:
                 fast.needs_no_care(number, rise, writes=True)
         self._peak = max(self._peak, before + rise, ledger.live_bytes)
         if recorder is not None:
+            self._unseen.append(unseen)
             recorder.op(
                 func,
                 facts,

@@ -15,9 +15,8 @@ class StepOutcome:
     the dispatch mode was on, so that `peak_bytes` was measured; `blind` that a profiler of the user's hid what some
     ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside the true values,
     which takes time and memory that later steps will not take. `failure` is why a parked value could not come back.
-    `kept_bytes` are of saved values that stayed. `unseen_bytes` is the most that an allocator had given out beyond
-    what the ledger sees. `times` are there where the device may still be at the step: its three times are not known
-    before `timed` has waited for it.
+    `kept_bytes` are of saved values that stayed. `times` are there where the device may still be at the step: its
+    three times are not known before `timed` has waited for it.
     """
 
     peak_bytes: int
@@ -36,7 +35,6 @@ class StepOutcome:
     proved: bool
     packs: tuple[int, ...]
     failure: Exception | None = None
-    unseen_bytes: int = 0
     times: StepTimes | None = None
 
     def timed(self) -> StepOutcome:

@@ -242,6 +242,16 @@ class Recorder:
         """The times of all ops so far, in seconds, where they were not known as the ops ran."""
         self._ops = [replace(op, seconds=taken) for op, taken in zip(self._ops, seconds, strict=True)]
 
+    def add_beside(self, nbytes: Sequence[int]) -> None:
+        """What was allocated beside tensors, in bytes, as each of all ops so far began: it counts as workspace.
+
+        An allocator rounds blocks up; most is lost so where most values are alive.
+        """
+        self._ops = [
+            replace(op, workspace_bytes=op.workspace_bytes + beside)
+            for op, beside in zip(self._ops, nbytes, strict=True)
+        ]
+
     def finish(self, kinds: Mapping[int, Kind], device: str, *, measured: bool) -> Trace:
         """The trace. `kinds` tells what the storages alive now are, by serial number."""
         end = len(self._ops)
