@@ -355,7 +355,7 @@ def test_what_rounding_takes_is_planned_for_where_it_is_taken(
         assert 12 * lost <= problem.base_bytes <= 12 * lost + CountedRam.LIBRARY_BYTES, "the weights'"
         tanh = [op.workspace_bytes for op in problem.trace.ops if op.name == "aten.tanh.default"]
         assert tanh[-1] >= tanh[0] + 11 * (block - 256 * 64 * 4)
-        assert 12 * lost <= problem.trace.ops[-1].workspace_bytes < 12 * block, "the gradients'"
+        assert 11 * lost < problem.trace.ops[-1].workspace_bytes < 12 * block, "the gradients'"
 
 
 def test_plans_for_a_host_that_runs_ahead_say_when_values_are_gone() -> None:
