@@ -70,6 +70,17 @@ def moves(plan: Plan) -> tuple[object, ...]:
     return plan.offloads, plan.recomputes, plan.parks, plan.reuses
 
 
+def test_a_peak_that_nobody_foresaw_is_recorded_unless_copies_out_were_late(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    foreseen = kind.plan.expected_peak_bytes
+    high = replace(QUIET, seconds=1e-3, peak_bytes=int(1.3 * foreseen))
+    late = replace(high, leaving_bytes=int(0.3 * foreseen))
+    assert not Planner(find("auto")).compare(kind, late, GPU, budget)
+    assert kind.steady
+    assert not Planner(find("auto")).compare(kind, high, GPU, budget)
+    assert not kind.steady
+
+
 def test_a_machine_that_became_slower_is_believed_without_recording(trace: outgrow.Trace) -> None:
     kind, budget = kind_of(trace)
     before = kind.plan.simulate().step_seconds

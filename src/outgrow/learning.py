@@ -130,14 +130,16 @@ class Planner:
     def compare(self, kind: StepKind, outcome: StepOutcome, hardware: Hardware, budget_bytes: int) -> bool:
         """Adapt: a step under a plan was measured. Whether the plan is now another one.
 
-        A peak that was not foreseen means that the trace is not the step's: the next one is recorded. A time that was
-        not means that the machine is faster or slower than it was then, or the disk is: the trace's times are set
-        right, and if another plan is clearly better in those, it is taken.
+        A peak that was not foreseen means that the trace is not the step's, unless copies out that took longer than
+        foreseen make up for it: the next one is recorded. A time that was not means that the machine is faster or
+        slower than it was then, or the disk is: the trace's times are set right, and if another plan is clearly better
+        in those, it is taken.
         """
         if outcome.proved:
             return False
         prediction = kind.plan.simulate()
-        if outcome.watched and outcome.peak_bytes > kind.plan.expected_peak_bytes * (1 + _PEAK_TOLERANCE):
+        peak = outcome.peak_bytes - outcome.leaving_bytes
+        if outcome.watched and peak > kind.plan.expected_peak_bytes * (1 + _PEAK_TOLERANCE):
             kind.distrust()
             if not kind.steady:
                 peaks = (format_bytes(outcome.peak_bytes), format_bytes(kind.plan.expected_peak_bytes))

@@ -218,6 +218,7 @@ class Executor:
             followed=self._follower.done,
             proved=self._recomputer.proofs + self._parking.proofs > 0,
             packs=tuple(self._packs),
+            leaving_bytes=self._pool.most_leaving_bytes,
             failure=self._parking.failure,
             times=times,
         )
