@@ -132,8 +132,8 @@ class Planner:
 
         A peak that was not foreseen means that the trace is not the step's, unless copies out that took longer than
         foreseen make up for it: the next one is recorded. A time that was not means that the machine is faster or
-        slower than it was then, or the disk is: the trace's times are set right, and if another plan is clearly better
-        in those, it is taken.
+        slower than it was then, or the disk is: the trace's times are set right, and if another plan is clearly
+        better in those, it is taken.
         """
         if outcome.proved:
             return False
