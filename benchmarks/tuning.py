@@ -43,7 +43,7 @@ from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.tracing.ir import Trace
 from outgrow.tuning.limits import largest
-from outgrow.tuning.tuner import sizes_between
+from outgrow.tuning.survey import sizes_between
 from outgrow.units import parse_bytes
 
 # Batch 1 of a network with batch norm at this size still has several pixels at its end.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import outgrow
@@ -18,8 +18,9 @@ from outgrow.cli.main import run
 from outgrow.cli.options import Options
 from outgrow.cost.estimate import estimate
 from outgrow.networks import find
+from outgrow.tuning import race
+from outgrow.tuning import runs as real_runs
 from outgrow.tuning import trial as trial_module
-from outgrow.tuning import tuner
 from outgrow.tuning.builder import Builder
 from outgrow.tuning.calibration import Calibration, Sample
 from outgrow.tuning.limits import largest_within
@@ -27,8 +28,8 @@ from outgrow.tuning.pace import FixedWork, Run
 from outgrow.tuning.rates import Rule, rate_factor, rule_for, warmup_steps
 from outgrow.tuning.scaling import StepFamily
 from outgrow.tuning.steps import synthetic_step
+from outgrow.tuning.survey import sizes_between
 from outgrow.tuning.trial import Terms, Trial, run_trial
-from outgrow.tuning.tuner import sizes_between
 from steps import digest
 
 INFINITE = float("inf")
@@ -154,6 +155,7 @@ def test_steps_of_other_ops_than_those_that_were_estimated_tell_of_the_step_as_a
         assert found.seconds == pytest.approx(0.01 + 3 * estimated[batch].seconds)
 
 
+@settings(deadline=None)  # the first makes the traces
 @given(st.sets(st.sampled_from((2, 4, 8, 16, 32)), min_size=1), st.sampled_from((2, 4, 8, 16, 32)), st.booleans())
 def test_no_op_ever_takes_less_than_nothing(batches: set[int], batch: int, moves: bool) -> None:
     calibration, estimated = calibrated(*batches)
@@ -327,7 +329,7 @@ def with_times_of(
         pace = pace_of(built[-1])
         return replace(trial, runs=(Run(pace * seconds_of(runs), stall_seconds=0.0, fixed_seconds=0.01 * pace),))
 
-    monkeypatch.setattr(tuner, "run_trial", timed)
+    monkeypatch.setattr(real_runs, "run_trial", timed)
     return make, runs
 
 
@@ -367,7 +369,7 @@ def test_a_batch_that_is_run_while_the_machine_is_slow_is_not_the_worse_for_it(
 
 def test_nor_where_there_are_no_more_runs_to_be_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     make, _ = with_times_of(lambda runs: 1e-3 if runs[-1] == 24 else 0.1 + 0.01 * runs[-1], monkeypatch)
-    monkeypatch.setattr(tuner, "_DOUBT", 1e6)  # all are run, as far as runs go
+    monkeypatch.setattr(race, "_DOUBT", 1e6)  # all are run, as far as runs go
     answer = outgrow.tune(
         make, budget="1GiB", objective="throughput", base_batch=16, max_batch=32, noise_scale=1e4, trials=1
     )
@@ -430,7 +432,7 @@ def test_a_budget_without_room_for_the_noise_is_tuned_without_it(monkeypatch: py
     def refused(*_: object) -> float:
         raise outgrow.BudgetTooSmall(1, 2, {})
 
-    monkeypatch.setattr(tuner, "run_step", refused)
+    monkeypatch.setattr(real_runs, "run_step", refused)
     answer = outgrow.tune(make_mlp_whole, budget="1GiB", base_batch=8, max_batch=8, trials=1, trial_steps=1)
     assert answer.noise is None
     assert answer.noise_samples == INFINITE

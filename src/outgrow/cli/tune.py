@@ -19,7 +19,7 @@ from outgrow.cli.plot import check_plot_path
 from outgrow.reporting.files import check_writable
 from outgrow.tracing.capture import TrainingStep
 from outgrow.tuning.answer import Candidate, Tuning
-from outgrow.tuning.tuner import Objective
+from outgrow.tuning.race import Objective
 from outgrow.tuning.tuner import tune as find_batch
 from outgrow.units import format_bytes, format_seconds
 
