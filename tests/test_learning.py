@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import outgrow
-from outgrow.learning import Planner, StepKind
+from outgrow.kinds import StepKind
+from outgrow.learning import Planner
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find
 from outgrow.runtime.outcome import StepOutcome

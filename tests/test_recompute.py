@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import outgrow
 from outgrow.errors import BudgetTooSmall
-from outgrow.learning import StepKind
+from outgrow.kinds import StepKind
 from outgrow.planning.plan import Plan, Replay, make_plan
 from outgrow.planning.prefetch import with_prefetch
 from outgrow.planning.problem import Problem
@@ -140,8 +140,8 @@ def test_a_recipe_that_never_has_room_is_given_up_and_its_plan_is_timed_all_the_
         assert session.plan is not None
         in_all = 3 * len(session.plan.recomputes)
         assert in_all <= tries <= 2 * in_all  # tries count anew where the step was recorded once more
-        assert session._expected is not None
-        assert set(session._expected.verdicts.cramped.values()) == {3}
+        assert session._kinds.expected is not None
+        assert set(session._kinds.expected.verdicts.cramped.values()) == {3}
     assert digest([ours]) == digest([plain])
     assert proved
     assert not any(proved)

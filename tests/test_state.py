@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import outgrow
 import steps
 from outgrow import SpillError, TraceMismatch
-from outgrow.learning import StepKind
+from outgrow.kinds import StepKind
 from outgrow.planning.floor import least_budget
 from outgrow.planning.parks import gaps, park, parks_for, sources_of_gradient
 from outgrow.planning.plan import Plan, make_plan

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 
 from outgrow.cost.hardware import Hardware
+from outgrow.kinds import TIMED_STEPS, StepKind
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
 from outgrow.runtime.outcome import StepOutcome
-from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.tiers.memory import DeviceMemory
-from outgrow.tracing.ir import Phase, Trace
+from outgrow.tracing.ir import Trace
 from outgrow.units import format_bytes, format_seconds
 
 _LOG = logging.getLogger(__name__)
@@ -24,74 +24,16 @@ _LOG = logging.getLogger(__name__)
 # for when it is that far. Each time that they were and the plan stayed, twice as many steps are asked the next time,
 # up to the most: a machine whose speed wavers is never right for long, and predicting a step anew takes its time.
 # A change as large as the last one is no wavering, and shows in the fewest.
-_TIMED_STEPS = 3
 _MOST_TIMED_STEPS = 24
 _TIME_TOLERANCE = 0.05
-_SEARCH_TOLERANCE = 0.10
 _LARGE_CHANGE = 0.25
 # A step that peaks this much higher than predicted is recorded anew.
 _PEAK_TOLERANCE = 0.02
-# So often at most a kind is recorded anew, and so often its plan is searched for with other times: a machine whose
-# speed wavers would be planned for without end.
-_MOST_RECORDINGS = 4
+# So often at most a plan is searched for with other times: a machine whose speed wavers would be planned for without
+# end.
 _MOST_SEARCHES = 4
 # Another plan must be this much faster: its recipes have to be proved, and memory has to settle once more.
 _WORTH_CHANGING = 0.97
-
-
-@dataclass
-class StepKind:
-    """One kind of step that was met: its plan, and how that fares.
-
-    Attributes:
-        packs: bytes of the tensors that autograd saves, in order; what tells kinds apart.
-        plan: for the next step of this kind, with the trace that it was made from.
-        steady: the trace shows the step as it is from now on; else the next one is recorded too.
-        measured_peak: live bytes at the peak of the recorded step.
-        plan_seconds: what planning took.
-        verdicts: which recipes were proved.
-        seen: how many such steps there were.
-        recordings: how often the step was recorded anew because its plan proved wrong, and `searches` how often its
-            plan was searched for again because the machine's speed had changed.
-        tolerance: how far from the prediction times must be for another search: a search that finds nothing better
-            takes its time all the same, so that the next one waits for a larger change.
-        recent: times and stalls of the last steps under this plan, in seconds, `timed_steps` at most: so many are
-            asked before times are set right.
-        is_foreign: the plan's trace is not this session's, whose storages have other numbers.
-        syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
-    """
-
-    packs: tuple[int, ...]
-    plan: Plan
-    steady: bool
-    measured_peak: int
-    plan_seconds: float
-    verdicts: Verdicts = field(default_factory=Verdicts)
-    seen: int = 0
-    recordings: int = 0
-    searches: int = 0
-    tolerance: float = _SEARCH_TOLERANCE
-    recent: list[tuple[float, float]] = field(default_factory=list)
-    timed_steps: int = _TIMED_STEPS
-    is_foreign: bool = False
-    syncs: tuple[bool, ...] = ()
-
-    def learn(self, plan: Plan, *, steady: bool, measured_peak: int, plan_seconds: float) -> None:
-        """The step was recorded anew, and planned from that."""
-        if not _alike(self.plan.problem.trace, plan.problem.trace):
-            self.verdicts = Verdicts()
-        self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
-        self.verdicts.cramped.clear()  # another plan has room elsewhere
-        self.plan, self.steady, self.is_foreign = plan, steady, False
-        self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
-        self.recent.clear()
-        self.timed_steps = _TIMED_STEPS
-
-    def distrust(self) -> None:
-        """The trace proved wrong: record the next step."""
-        if self.recordings < _MOST_RECORDINGS:
-            self.recordings += 1
-            self.steady = False
 
 
 class Planner:
@@ -146,9 +88,9 @@ class Planner:
                 _LOG.info("a step peaked at %s and was predicted at %s: the next one is recorded", *peaks)
             return False
         kind.recent = [*kind.recent, (outcome.seconds, outcome.stall_seconds)][-kind.timed_steps :]
-        if len(kind.recent) < _TIMED_STEPS:
+        if len(kind.recent) < TIMED_STEPS:
             return False
-        seconds, stall = _medians(kind.recent[-_TIMED_STEPS:])
+        seconds, stall = _medians(kind.recent[-TIMED_STEPS:])
         if abs(seconds / prediction.step_seconds - 1) <= _LARGE_CHANGE:
             if len(kind.recent) < kind.timed_steps:
                 return False
@@ -173,7 +115,7 @@ class Planner:
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
             kind.tolerance *= 2
             return False
-        kind.plan, kind.timed_steps = other, _TIMED_STEPS
+        kind.plan, kind.timed_steps = other, TIMED_STEPS
         kind.verdicts.cramped.clear()
         times = (format_seconds(seconds), format_seconds(prediction.step_seconds))
         _LOG.info("re-planned, as steps take %s and were predicted at %s: %s", *times, in_a_line(other))
@@ -210,12 +152,3 @@ def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _paced(trace: Trace, factor: float) -> Trace:
     return trace.with_ops([replace(op, seconds=op.seconds * factor) for op in trace.ops])
-
-
-def _alike(one: Trace, other: Trace) -> bool:
-    """Whether two traces save the same results of the same forward ops, so that one's recipes are the other's."""
-    return _forward_ops(one) == _forward_ops(other) and one.first_saves == other.first_saves
-
-
-def _forward_ops(trace: Trace) -> list[str]:
-    return [op.name for op in trace.ops if op.phase is Phase.FORWARD]

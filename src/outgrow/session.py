@@ -19,7 +19,8 @@ import torch
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_gpu, this_machine
 from outgrow.errors import BudgetTooSmall, OutgrowError, SessionError
-from outgrow.learning import Planner, StepKind, in_a_line, keeps_everything
+from outgrow.kinds import Kinds, StepKind
+from outgrow.learning import Planner, in_a_line, keeps_everything
 from outgrow.opening import (
     device_of,
     host_bytes_of,
@@ -53,12 +54,8 @@ from outgrow.tracing.recorder import ModuleNames, Recorder
 from outgrow.units import format_bytes, parse_bytes
 
 _LOG = logging.getLogger(__name__)
-# After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
-_RECORDINGS_AFTER_DEPARTURE = 8
 # What a step makes to last beyond what its trace shows; less than this may be anything's.
 _LEAST_BASE_BYTES = 4096
-# Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
-_MOST_KINDS = 32
 # What an allocator that is counted may have given out more than in the step before, as a share of the budget: blocks
 # are rounded up, and which ones were free is not the same twice.
 _JITTER_SHARE = 64
@@ -188,14 +185,9 @@ class Session:
             backend.fast_path,
         )
         self._hardware: Hardware | None = None
-        self._kinds: list[StepKind] = []
-        self._syncs = self._wrappers.syncs()
-        self._expected: StepKind | None = None
-        self._recordings_left = 1
+        self._kinds = Kinds(self._wrappers.syncs())
         if plan is not None:
-            self._expect(plan)
-        self._steps = 0  # those that ended without an error
-        self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
+            self._kinds.expect(plan)
         self._in_step = False
         self._begun: Plan | None = None  # what the step that is open goes by
         self._history: deque[Summary] = deque(maxlen=_MOST_SUMMARIES)
@@ -254,7 +246,7 @@ class Session:
             "model": names,
             "optimizer": ", ".join(type(item).__name__ for item in self._optimizers) or "none",
         }
-        first = self._steps - len(history) + 1
+        first = self._kinds.steps - len(history) + 1
         subject = Subject(title or names, plan, history, first, settings, self.budget_bytes)
         write_report(path, subject)
 
@@ -271,7 +263,7 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan that the next step will follow; None before there is one."""
-        return None if self._expected is None else self._expected.plan
+        return None if self._kinds.expected is None else self._kinds.expected.plan
 
     def close(self) -> None:
         """End the session: saved values that are still wanted come back, threads end, the spill file goes.
@@ -323,17 +315,14 @@ class Session:
             raise SessionError("the session is closed: open a new one")
         if self._in_step:
             raise SessionError("a step is open already: steps of a session do not nest")
-        self._syncs, self._layouts = self._wrappers.syncs(), self._wrappers.layouts()
-        if self._expected is not None and self._expected.syncs != self._syncs:
-            self._expected = max(self._such_kinds(), key=lambda item: item.seen, default=None)
-        kind = self._expected
+        self._layouts = self._wrappers.layouts()
+        kind = self._kinds.begin(self._wrappers.syncs())
         plan = None if kind is None else kind.plan
         if plan is not None and plan.spill_bytes and not self._pool.make_way(plan.spill_bytes):
             plan = None  # a graph of an earlier step still wants what lies where the plan would put its own
             _LOG.info("fallback: an earlier step's values are still wanted; the cache decides in this step")
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
-        awaits_stranger = self._stranger_at > 0 and self._steps + 1 - self._stranger_at == self._stranger_gap
-        records = kind is None or not kind.steady or self._recordings_left > 0 or awaits_stranger
+        records = self._kinds.should_record
         self._modules = ModuleNames(self._models if records else ())
         self._recorder = Recorder(self._ledger, self._modules, kinds) if records else None
         watch = records or plan is None or self._wary or self._watches_all or not keeps_everything(plan)
@@ -357,42 +346,36 @@ class Session:
             if recorder is not None:
                 self._modules.__exit__(None, None, None)
         self._read_clock()
+        expected = self._kinds.expected
         self._oom_retries += outcome.oom_retries
         if error is not None and is_out_of_memory(error):
             self._wary = True
         if outcome.oom_retries:
             self._planned_budget = min(self._planned_budget, outcome.fault_level)
-            if self._expected is not None:
-                self._expected.distrust()
+            if expected is not None:
+                expected.distrust()
         if outcome.watched:
             self._peak = max(self._peak, outcome.peak_bytes)
-        elif outcome.followed and self._expected is not None:
-            self._peak = max(self._peak, self._expected.measured_peak)
+        elif outcome.followed and expected is not None:
+            self._peak = max(self._peak, expected.measured_peak)
         if error is not None:
             if outcome.failure is not None:
                 error.add_note(str(outcome.failure))
             return
         if outcome.failure is not None:
             raise outcome.failure
-        followed = self._expected
         plan = self._begun if outcome.followed else None
-        self._steps += 1
-        self._recordings_left = max(0, self._recordings_left - 1)
-        is_known_well = outcome.followed and followed is not None and followed.steady
+        self._kinds.count()
+        is_known_well = outcome.followed and expected is not None and expected.steady
         if recorder is not None and not is_known_well:
             kinds = storage_kinds(self._ledger, self._models, self._optimizers)
             with self._where_memory_allows():
                 self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
         elif not outcome.followed:
-            self._expected = self._known(outcome.packs) or followed
-            if self._expected is followed:
-                self._watch_out()
-        if self._expected is not None:
-            (self._known(outcome.packs) or self._expected).seen += 1
-        if followed is not None and self._expected is not None and followed.seen > self._expected.seen:
-            self._expected = followed  # a smaller last batch: what comes most is what comes next
+            self._kinds.departed(outcome.packs)
+        self._kinds.seen(outcome.packs, expected)
         # What was recorded is planned for by now.
-        self._untimed = (followed, plan, outcome, recorder is None or is_known_well)
+        self._untimed = (expected, plan, outcome, recorder is None or is_known_well)
         if outcome.times is None:
             self._read_clock()
 
@@ -427,25 +410,9 @@ class Session:
             self._memory.relieve()
             _LOG.warning("no memory to plan with, so plans stay as they are: %s", error)
 
-    def _expect(self, plan: Plan) -> None:
-        """A plan is there before the first step: it is followed at once, and trusted as far as its trace is."""
-        measured = plan.problem.trace.measured
-        packs = tuple(item.nbytes for item in plan.problem.trace.saved)
-        self._expected = StepKind(
-            packs, plan.laid_out(), measured, plan.simulate().peak_bytes, 0.0, is_foreign=True, syncs=self._syncs
-        )
-        self._kinds = [self._expected]
-        self._recordings_left = 0 if measured else 1
-
-    def _watch_out(self) -> None:
-        """A step came that nobody knows: record the next few, and one as far ahead as the last such was ago."""
-        self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
-        self._stranger_gap = self._steps - self._stranger_at
-        self._stranger_at = self._steps
-
     def _learn(self, outcome: StepOutcome, trace: Trace) -> None:
         """A step was recorded: remember its kind and plan for it."""
-        known = self._known(outcome.packs)
+        known = self._kinds.known(outcome.packs)
         start = time.perf_counter()
         trace = with_lasting_state(trace)
         # What else was made in this step and stays is there from now on.
@@ -463,8 +430,7 @@ class Session:
             self._refuse_what_cannot_fit(plan)
         seconds = time.perf_counter() - start
         if known is None:
-            known = StepKind(outcome.packs, plan, steady, outcome.peak_bytes, seconds, syncs=self._syncs)
-            self._kinds = [known, *self._kinds][:_MOST_KINDS]
+            known = StepKind(outcome.packs, plan, steady, outcome.peak_bytes, seconds, syncs=self._kinds.syncs)
             sizes = (len(trace.ops), len(trace.saved), format_bytes(outcome.peak_bytes))
             _LOG.info("recorded a new kind of step: %d ops, %d saved tensors, peak %s", *sizes)
             _LOG.info("planned: %s", in_a_line(plan, seconds))
@@ -473,14 +439,7 @@ class Session:
             known.learn(plan, steady=steady, measured_peak=outcome.peak_bytes, plan_seconds=seconds)
             self._replans += 1
             _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
-        self._expected = known
-
-    def _known(self, packs: tuple[int, ...]) -> StepKind | None:
-        return next((kind for kind in self._such_kinds() if kind.packs == packs), None)
-
-    def _such_kinds(self) -> list[StepKind]:
-        """The kinds whose steps exchange gradients as this one does, the latest first."""
-        return [kind for kind in self._kinds if kind.syncs == self._syncs]
+        self._kinds.learnt(known)
 
     def _measured_hardware(self) -> Hardware:
         """This machine, with the speeds of copies as those of the session were measured so far."""
@@ -514,7 +473,7 @@ class Session:
             recomputed_bytes=outcome.recomputed_bytes,
             stall_seconds=outcome.stall_seconds,
             recompute_seconds=outcome.recompute_seconds,
-            plan_seconds=0.0 if self._expected is None else self._expected.plan_seconds,
+            plan_seconds=0.0 if self._kinds.expected is None else self._kinds.expected.plan_seconds,
             oom_retries=self._oom_retries,
             replans=self._replans,
         )

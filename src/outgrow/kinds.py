@@ -1,0 +1,163 @@
+"""The kinds of step that a session has met, and which of them comes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outgrow.planning.plan import Plan
+from outgrow.runtime.recompute import Verdicts
+from outgrow.tracing.ir import Phase, Trace
+
+# Where a kind begins to look for another plan: when its times are so far from the prediction.
+SEARCH_TOLERANCE = 0.10
+# So many steps are asked, at first, before times are set right.
+TIMED_STEPS = 3
+# So often at most a kind is recorded anew: a machine whose speed wavers would be planned for without end.
+_MOST_RECORDINGS = 4
+# After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
+_RECORDINGS_AFTER_DEPARTURE = 8
+# Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
+_MOST_KINDS = 32
+
+
+@dataclass
+class StepKind:
+    """One kind of step that was met: its plan, and how that fares.
+
+    Attributes:
+        packs: bytes of the tensors that autograd saves, in order; what tells kinds apart.
+        plan: for the next step of this kind, with the trace that it was made from.
+        steady: the trace shows the step as it is from now on; else the next one is recorded too.
+        measured_peak: live bytes at the peak of the recorded step.
+        plan_seconds: what planning took.
+        verdicts: which recipes were proved.
+        seen: how many such steps there were.
+        recordings: how often the step was recorded anew because its plan proved wrong, and `searches` how often its
+            plan was searched for again because the machine's speed had changed.
+        tolerance: how far from the prediction times must be for another search: a search that finds nothing better
+            takes its time all the same, so that the next one waits for a larger change.
+        recent: times and stalls of the last steps under this plan, in seconds, `timed_steps` at most: so many are
+            asked before times are set right.
+        is_foreign: the plan's trace is not this session's, whose storages have other numbers.
+        syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
+    """
+
+    packs: tuple[int, ...]
+    plan: Plan
+    steady: bool
+    measured_peak: int
+    plan_seconds: float
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    seen: int = 0
+    recordings: int = 0
+    searches: int = 0
+    tolerance: float = SEARCH_TOLERANCE
+    recent: list[tuple[float, float]] = field(default_factory=list)
+    timed_steps: int = TIMED_STEPS
+    is_foreign: bool = False
+    syncs: tuple[bool, ...] = ()
+
+    def learn(self, plan: Plan, *, steady: bool, measured_peak: int, plan_seconds: float) -> None:
+        """The step was recorded anew, and planned from that."""
+        if not _alike(self.plan.problem.trace, plan.problem.trace):
+            self.verdicts = Verdicts()
+        self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
+        self.verdicts.cramped.clear()  # another plan has room elsewhere
+        self.plan, self.steady, self.is_foreign = plan, steady, False
+        self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
+        self.recent.clear()
+        self.timed_steps = TIMED_STEPS
+
+    def distrust(self) -> None:
+        """The trace proved wrong: record the next step."""
+        if self.recordings < _MOST_RECORDINGS:
+            self.recordings += 1
+            self.steady = False
+
+
+class Kinds:
+    """All of them, the latest first.
+
+    Attributes:
+        expected: what the step that is open, or the next one, is thought to be; None before anything is known.
+        steps: how many ended without an error.
+        syncs: whether that step exchanges gradients (`StepKind.syncs`).
+    """
+
+    def __init__(self, syncs: tuple[bool, ...]) -> None:
+        self.expected: StepKind | None = None
+        self.steps = 0
+        self._all: list[StepKind] = []
+        self.syncs = syncs
+        self._recordings_left = 1
+        self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
+
+    def expect(self, plan: Plan) -> None:
+        """A plan is there before the first step: it is followed at once, and trusted as far as its trace is."""
+        measured = plan.problem.trace.measured
+        packs = tuple(item.nbytes for item in plan.problem.trace.saved)
+        peak = plan.simulate().peak_bytes
+        self.expected = StepKind(packs, plan.laid_out(), measured, peak, 0.0, is_foreign=True, syncs=self.syncs)
+        self._all = [self.expected]
+        self._recordings_left = 0 if measured else 1
+
+    def begin(self, syncs: tuple[bool, ...]) -> StepKind | None:
+        """A step begins: what it is thought to be."""
+        self.syncs = syncs
+        if self.expected is not None and self.expected.syncs != syncs:
+            self.expected = max(self._such(), key=lambda item: item.seen, default=None)
+        return self.expected
+
+    @property
+    def should_record(self) -> bool:
+        """Whether the step that begins should be recorded."""
+        awaits_stranger = self._stranger_at > 0 and self.steps + 1 - self._stranger_at == self._stranger_gap
+        is_settled = self.expected is not None and self.expected.steady
+        return not is_settled or self._recordings_left > 0 or awaits_stranger
+
+    def known(self, packs: tuple[int, ...]) -> StepKind | None:
+        """The kind of a step by what it saved, if it was met before."""
+        return next((kind for kind in self._such() if kind.packs == packs), None)
+
+    def count(self) -> None:
+        """A step ended without an error."""
+        self.steps += 1
+        self._recordings_left = max(0, self._recordings_left - 1)
+
+    def learnt(self, kind: StepKind) -> None:
+        """A step was recorded, and was of this kind, which may be new."""
+        if all(known is not kind for known in self._all):
+            self._all = [kind, *self._all][:_MOST_KINDS]
+        self.expected = kind
+
+    def departed(self, packs: tuple[int, ...]) -> None:
+        """A step that nobody recorded was not of the kind that was expected.
+
+        Where nobody knows it, the next few are recorded, and one as far ahead as the last such was ago.
+        """
+        followed = self.expected
+        self.expected = self.known(packs) or followed
+        if self.expected is followed:
+            self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
+            self._stranger_gap = self.steps - self._stranger_at
+            self._stranger_at = self.steps
+
+    def seen(self, packs: tuple[int, ...], followed: StepKind | None) -> None:
+        """A step that saved this is over; it was thought to be of the kind `followed`."""
+        if self.expected is not None:
+            (self.known(packs) or self.expected).seen += 1
+        if followed is not None and self.expected is not None and followed.seen > self.expected.seen:
+            self.expected = followed  # a smaller last batch: what comes most is what comes next
+
+    def _such(self) -> list[StepKind]:
+        """The kinds whose steps exchange gradients as this one does."""
+        return [kind for kind in self._all if kind.syncs == self.syncs]
+
+
+def _alike(one: Trace, other: Trace) -> bool:
+    """Whether two traces save the same results of the same forward ops, so that one's recipes are the other's."""
+    return _forward_ops(one) == _forward_ops(other) and one.first_saves == other.first_saves
+
+
+def _forward_ops(trace: Trace) -> list[str]:
+    return [op.name for op in trace.ops if op.phase is Phase.FORWARD]
