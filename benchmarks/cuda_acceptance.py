@@ -346,9 +346,11 @@ class Bench:
                     rival = stack.enter_context(Worker(replace(spec, peer=peer))) if peer else None
                     # What a peer sends away, however small, we may as well.
                     least = OFFLOADED_BYTES if peer == "offload_all" else spec.least_moved_bytes
-                    pairs.append((rival, stack.enter_context(Worker(replace(spec, least_moved_bytes=least)))))
+                    # And what it compiles as a whole, we may block by block.
+                    own = replace(spec, least_moved_bytes=least, compiled=peer.startswith("compiled"))
+                    pairs.append((rival, stack.enter_context(Worker(own))))
                 cast.append((plain, pairs))
-            self._compile([rival for _, pairs in cast for rival, _ in pairs if rival is not None])
+            self._compile([worker for _, pairs in cast for pair in pairs for worker in pair if worker is not None])
             for plain, pairs in cast:
                 if not pairs:
                     continue
@@ -365,13 +367,13 @@ class Bench:
                 plain.close()
         return rows
 
-    def _compile(self, rivals: Sequence[Worker]) -> None:
+    def _compile(self, workers: Sequence[Worker]) -> None:
         """Have those that compile do it side by side, as each takes a minute of several cores."""
-        compiling = [rival for rival in rivals if rival.spec.peer.startswith("compiled")]
+        compiling = [worker for worker in workers if worker.spec.compiled or worker.spec.peer.startswith("compiled")]
         if compiling:
-            self.say(f"compiling {', '.join(rival.spec.network for rival in compiling)}")
+            self.say(f"compiling {', '.join(worker.spec.network for worker in compiling)}")
             with ThreadPoolExecutor(len(compiling)) as pool, suppress(WorkerFailed):  # it fails once more in its turn
-                list(pool.map(lambda rival: rival.run(1, _COMPILE_SECONDS), compiling))
+                list(pool.map(lambda worker: worker.run(1, _COMPILE_SECONDS), compiling))
 
     def _timed(self, plain: Worker, plain_peak: int, rival: Worker | None, ours: Worker) -> dict[str, Any]:
         """Ours beside a rival at the rival's peak, or beside plain steps at a budget that does not bind."""

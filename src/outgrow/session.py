@@ -47,6 +47,7 @@ from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.summary import Summary
 from outgrow.tracing.capture import as_sequence, storage_kinds, training_state
+from outgrow.tracing.compiled import compiled_modules
 from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger
 from outgrow.tracing.liveness import with_lasting_state
@@ -171,6 +172,7 @@ class Session:
             least_moved_bytes,
             backend.fast_path,
         )
+        compiled = compiled_modules(self._models)
         self._executor = Executor(
             self._ledger,
             self._pool,
@@ -183,10 +185,13 @@ class Session:
             backend.clock,
             convolutions,
             backend.fast_path,
+            compiled,
         )
         self._hardware: Hardware | None = None
         self._kinds = Kinds(self._wrappers.syncs())
-        if plan is not None:
+        if plan is not None and compiled and (plan.parks or plan.reuses):
+            _LOG.info("the plan is for the model as it was before it was compiled: the first step is recorded")
+        elif plan is not None:
             self._kinds.expect(plan)
         self._in_step = False
         self._begun: Plan | None = None  # what the step that is open goes by

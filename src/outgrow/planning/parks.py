@@ -55,7 +55,7 @@ def may_park(problem: Problem, value: int) -> bool:
     are for CPUs: an autograd thread of CUDA's runs the backward pass, where nobody has shown yet that Python's own
     access to tensors is seen, and elsewhere a value is read unseen by whoever has its address.
     """
-    if not problem.on_cpu:
+    if not problem.sees_all:
         return False
     record = problem.trace.values[value]
     if record.nbytes < problem.least_moved_bytes:

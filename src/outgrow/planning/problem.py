@@ -23,6 +23,7 @@ BOUNDLESS = 1 << 62
 
 _MOVABLE = frozenset({Kind.ACTIVATION, Kind.INPUT, Kind.TEMPORARY})
 _LET_GO = frozenset({Kind.ACTIVATION, Kind.TEMPORARY})
+_COMPILED = "outgrow.compiled"  # as in tracing/compiled.py, which needs torch
 # Training state that ops read and write; buffers are written to unseen by some.
 STATE = frozenset({Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER})
 
@@ -135,6 +136,11 @@ class Problem:
     def on_cpu(self) -> bool:
         """Whether the step runs on a CPU, where ops are over when they return, on the thread that asked for them."""
         return self.trace.device.startswith("cpu")
+
+    @cached_property
+    def sees_all(self) -> bool:
+        """Whether everything that reads or writes a value is an op of the step: it is, but for compiled code."""
+        return self.on_cpu and not any(op.name == _COMPILED for op in self.trace.ops)
 
     @cached_property
     def own_storages(self) -> frozenset[int]:

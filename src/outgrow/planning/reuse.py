@@ -64,7 +64,7 @@ def reusable_ops(problem: Problem) -> tuple[int, ...]:
     none elsewhere.
     """
     trace = problem.trace
-    if not problem.on_cpu:
+    if not problem.sees_all:
         return ()
     saved = {item.value for item in trace.saved}
     readers: dict[int, int] = {}

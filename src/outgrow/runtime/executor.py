@@ -12,20 +12,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
 
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.calls import Calls
 from outgrow.runtime.care import NOTHING, Need, OpNeeds
 from outgrow.runtime.clock import DeviceClock, Span
+from outgrow.runtime.compiled import CompiledCode
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.copies.copy import Copies
+from outgrow.runtime.copies.streams import Event as Mark
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.fastpath import FastPath
@@ -67,12 +71,14 @@ class Executor:
         clock: DeviceClock | None = None,
         convolutions: Convolutions | None = None,
         fast_path: FastPath | None = None,
+        compiled: Sequence[torch.nn.Module] = (),
     ) -> None:
         """`too_small` makes the error for an op at which so many bytes are needed at least.
 
         `gradients` are those that the parameters have now. `clock` is the device's, where that runs beside the host;
         on a CPU what was asked for is over when the call returns, and the host's clock is right. `convolutions` says
-        how their algorithms are chosen, where there are several. `fast_path` is for ops that need no care.
+        how their algorithms are chosen, where there are several. `fast_path` is for ops that need no care, `compiled`
+        are the modules that stay compiled.
         """
         self._ledger = ledger
         self._fast = fast_path or FastPath(ledger, budget_bytes, None)
@@ -99,6 +105,11 @@ class Executor:
         self._parking = Parking(ledger, pool, copies, memory, self._make_room, self._run_inside, gradients)
         pool.parked = self._parking
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
+        self._compiled = CompiledCode(compiled, ledger, memory, self._fast, self)
+        # A compiler looks at all that compiled code calls. Imported here, as an optimizer has done that already.
+        from torch._dynamo.decorators import skip
+
+        skip(Executor.pack)
         self._follower = Follower(pool, self._parking, self._recomputer, self._reuser, self._demand)
         self._recorder: Recorder | None = None
         self._stack: ExitStack | None = None
@@ -132,7 +143,8 @@ class Executor:
         # A recorded step runs the plain ops: it does not fit by itself where its plan counts on others. And every op
         # of it is seen, views too.
         counts_on_more = not self._changes_threads and (plan is None or bool(plan.parks or plan.reuses))
-        on_demand = watch and recorder is not None and counts_on_more
+        # Compiled code reads and writes what nobody sees.
+        on_demand = watch and recorder is not None and counts_on_more and not self._compiled
         self._reset(plan, verdicts, on_demand=on_demand, is_foreign=is_foreign)
         self._epoch += 1
         # Where the cache decides it keeps to what plans keep to.
@@ -157,7 +169,8 @@ class Executor:
             stack.enter_context(self._convolutions.flags())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             if watch:
-                stack.enter_context(Watch(self, self._table))
+                stack.enter_context(mode := Watch(self, self._table))
+                stack.enter_context(self._compiled.around(mode, recorder, self._budget))
             if self._parking.on:
                 stack.enter_context(Access(self._parking))
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
@@ -251,6 +264,7 @@ class Executor:
         self._watched = False
         self._where = ""
         self._unseen: list[int] = []
+        self._held_back = 0  # of the budget, for compiled code that is about to run
         self._op_spans: list[Span | None] = []
         self._follower.begin(plan)
         verdicts = verdicts or Verdicts()
@@ -280,6 +294,13 @@ class Executor:
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Autograd saves a tensor."""
+        return self._pack_beside_compiler(tensor) if get_eval_frame_callback() else self._pack(tensor)
+
+    @_disable_dynamo
+    def _pack_beside_compiler(self, tensor: torch.Tensor) -> Handle:
+        return self._pack(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Handle:
         if self._changes_threads:
             self._come_here()
         while self._released_elsewhere:
@@ -355,6 +376,7 @@ class Executor:
 
     def arrived(self, entry: Entry) -> None:
         """The pool gave a value new memory."""
+        self._compiled.arrived(entry.nbytes)
         if self._recorder is not None and entry.epoch == self._epoch:
             self._recorder.came_back(entry.saved_index, entry.record)
 
@@ -430,6 +452,37 @@ class Executor:
             self._pool.land()
         if need.likely_bytes >= _LARGE_RISE_BYTES:
             self._memory.make_room(need.likely_bytes)
+
+    # --- compiled code ---
+
+    def prepare_for(self, facts: OpFacts, need: Need) -> None:
+        """Make room for an op that is not run here."""
+        if self._changes_threads:
+            self._come_here()
+        self._where = facts.name
+        self._prepare(facts, need)
+
+    def hold_back(self, nbytes: int) -> None:
+        """What comes back from here on leaves so much free for what is to run then."""
+        self._pool.aim_bytes -= nbytes
+        self._held_back += nbytes
+
+    def rose_to(self, nbytes: int, *, measured: bool) -> None:
+        """Live bytes came to this, or no higher: they are measured at first sight, when all has left that can."""
+        self._peak = max(self._peak, nbytes)
+        if measured and nbytes > self._budget:
+            raise self._too_small(nbytes, self._where)
+
+    def begin_op(self) -> Mark | None:
+        """A recorded op begins that is not run here."""
+        self._unseen.append(self._ledger.unseen_bytes)
+        return None if self._clock is None else self._clock.mark_alone()
+
+    def end_op(self, began: Mark | None) -> None:
+        """It is over."""
+        if self._clock is not None:
+            self._op_spans.append(None if began is None else (began, self._clock.mark()))
+        self._left_at, self._left_lost = time.perf_counter(), self._lost_seconds
 
     # --- leaving the plan ---
 
@@ -573,10 +626,17 @@ class Executor:
 
     def pass_detached(self) -> bool:
         """The same for `detach`, which looks at nothing, if nobody wants to see it."""
+        if self._compiled.is_inside:
+            return True
         if self._recorder is not None or self.parks:
             return False
         self._fast.pass_view()
         return True
+
+    @property
+    def is_inside_compiled(self) -> bool:
+        """Whether what runs now is compiled code, whose ops are not the step's."""
+        return self._compiled.is_inside
 
     @property
     def parks(self) -> bool:
@@ -592,15 +652,16 @@ class Executor:
         certain = likely if certain is None else certain
         if self._parking.busy:
             self._parking.wait_for_room(likely)
-        if self._pool.make_room(likely) or self._ledger.live_bytes + likely <= self._budget:
+        budget = self._budget - self._held_back
+        if self._pool.make_room(likely) or self._ledger.live_bytes + likely <= budget:
             return
         if self._parking.busy:
             self._parking.send_back(likely)
         if self._demand.on:
             self._demand.make_room(likely)
-        if self._ledger.live_bytes + certain > self._budget:
+        if self._ledger.live_bytes + certain > budget:
             where = self._where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
-            raise self._too_small(self._ledger.live_bytes + certain, where)
+            raise self._too_small(self._ledger.live_bytes + certain + self._held_back, where)
 
 
 def _is_of_reducer() -> bool:

@@ -12,6 +12,8 @@ import logging
 import os
 import subprocess
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -266,6 +268,33 @@ class FastPath:
     @passes_writes.setter
     def passes_writes(self, passes: bool) -> None:
         self._state.writes = passes
+
+    @property
+    def counts(self) -> bool:
+        """Whether what is made past the mode is counted."""
+        return self._count is not None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, native code sees no op, and what is made on this thread is counted (`most_bytes`)."""
+        enters = self._lesson is not None
+        if enters:
+            assert self._library is not None
+            self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
+        if isinstance(self._count, ArenaCount):
+            self._count.count_in(self._ledger.live_bytes)
+        try:
+            yield
+        finally:
+            if isinstance(self._count, ArenaCount):
+                self._count.count_out()
+            if enters and self._lesson is not None and self._library is not None:
+                self._library.outgrow_fastpath_enter(ctypes.byref(self._state))
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The most that live bytes came to since the last pause began; None where nobody counts block by block."""
+        return self._count.most_bytes if isinstance(self._count, ArenaCount) else None
 
     def ring(self) -> None:
         """The mode wants to see the next op that would lift the peak. Any thread may call this."""

@@ -25,6 +25,10 @@ class Watcher(Protocol):
     def records(self) -> bool:
         """Whether a recorder wants to see every op, views too."""
 
+    @property
+    def is_inside_compiled(self) -> bool:
+        """Whether what runs now is compiled code, whose ops are not the step's."""
+
     def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A view will be made."""
 
@@ -76,7 +80,7 @@ class Watch(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = self._table[func]
-        if facts.is_bookkeeping:
+        if facts.is_bookkeeping or self._executor.is_inside_compiled:
             return func(*args, **kwargs)
         if facts.is_view and not self._executor.records:
             self._executor.pass_view(args, kwargs)

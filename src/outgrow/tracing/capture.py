@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.errors import TraceMismatch
+from outgrow.tracing.compiled import eagerly
 from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpTable, outputs_of, tensors_in
@@ -150,7 +151,8 @@ def _record(
                 alias = tensor.detach()
             return _Handle(recorder, ledger.see(tensor), alias)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.unpack()), mode:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.unpack())
+        with eagerly(models), hooks, mode:
             step()
         result = recorder.finish(storage_kinds(ledger, models, optimizers), str(device.type), measured=measured)
         ledger.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -33,6 +33,27 @@ def measured_call(
         return result, _worst_rise(_profiler._disable_profiler_legacy(), device_type)
     except (MemoryError, RuntimeError):  # the op is done, and must not be run again for what was seen of it
         return result, None
+
+
+@contextmanager
+def probing(device_type: str, found: list[int | None]) -> Iterator[None]:
+    """The same for all that runs inside; what was seen is added to `found` at its end."""
+    if _profiler._profiler_enabled() or not _switch_on():
+        found.append(None)
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        _switch_off()
+        raise
+    if not _profiler._profiler_enabled():
+        found.append(None)
+        return
+    try:
+        found.append(_worst_rise(_profiler._disable_profiler_legacy(), device_type))
+    except (MemoryError, RuntimeError):
+        found.append(None)
 
 
 def _switch_on() -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from outgrow.tracing.compiled import compiled_modules
 from outgrow.tracing.convolution import DATA_GRADIENT, FORWARD, WEIGHT_GRADIENT, convolution_shape
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
@@ -60,6 +61,7 @@ class Recorder:
         self._ledger = ledger
         self._modules = modules
         self._kinds = kinds
+        self._opened: dict[int, None] | None = None  # what was made by an op that is not over yet
         self._ops: list[Op] = []
         self._values: list[_Value] = []
         self._saved: list[_Saved] = []
@@ -158,6 +160,34 @@ class Recorder:
         )
         if self._watched:
             self._look_at_holders()
+
+    def open_op(self, facts: OpFacts, inputs: Sequence[torch.Tensor], module: torch.nn.Module) -> int:
+        """An op begins that saves what it makes before it is over; its number, for `close_op`.
+
+        It is all that `module` does. What is seen first meanwhile it has made.
+        """
+        number = len(self._ops)
+        self._modules.enter(module)
+        self.op(None, facts, (), {}, inputs, (), None)
+        self._opened = {}
+        return number
+
+    def close_op(self, number: int, outputs: Sequence[torch.Tensor], *, rise_bytes: int, seconds: float) -> None:
+        """It is over."""
+        for tensor in outputs:
+            record = self._ledger.see(tensor)
+            if record is not None:
+                self._value_of(record)
+        assert self._opened is not None
+        made, self._opened = self._opened, None
+        self._modules.leave()
+        new_bytes = sum(self._values[index].nbytes for index in made)
+        self._ops[number] = replace(
+            self._ops[number],
+            outputs=tuple(made),
+            workspace_bytes=max(0, rise_bytes - new_bytes),
+            seconds=seconds,
+        )
 
     def _is_repeatable(self, facts: OpFacts) -> bool:
         """Whether the op gives the same outputs when it runs again, perhaps on the backward pass's thread."""
@@ -320,7 +350,10 @@ class Recorder:
 
     def _value_of(self, record: StorageRecord) -> int:
         index = self._current.get(record.serial)
-        if index is None:  # no op made it: it was there before the step, or came from outside
+        if index is None and self._opened is not None and record.serial not in self._kinds:
+            index = self._new_value(record, 0, Kind.TEMPORARY, len(self._ops) - 1)
+            self._opened[index] = None
+        elif index is None:  # no op made it: it was there before the step, or came from outside
             index = self._new_value(record, 0, self._kinds.get(record.serial, Kind.INPUT), -1)
         return index
 
@@ -363,11 +396,13 @@ class ModuleNames:
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._names: dict[int, str] = {}
         self._modules: list[torch.nn.Module] = []
+        inside = {id(item) for module in compiled_modules(models) for item in module.modules()}
         for model in models:
             for name, module in model.named_modules():
                 if id(module) not in self._names:
                     self._names[id(module)] = name
-                    self._modules.append(module)
+                    if id(module) not in inside:  # a compiler would look into hooks
+                        self._modules.append(module)
         self._stack: list[str] = []
         self._handles: list[RemovableHandle] = []
 
@@ -388,12 +423,20 @@ class ModuleNames:
         self._handles.clear()
         self._stack.clear()
 
-    def _enter(self, module: torch.nn.Module, args: object) -> None:
+    def enter(self, module: torch.nn.Module) -> None:
+        """A module begins to run, where no hook tells."""
         self._stack.append(self._names.get(id(module), self.current))
 
-    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
+    def leave(self) -> None:
+        """It has run."""
         if self._stack:
             self._stack.pop()
+
+    def _enter(self, module: torch.nn.Module, args: object) -> None:
+        self.enter(module)
+
+    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
+        self.leave()
 
 
 def accumulates_gradient() -> bool:

@@ -25,9 +25,17 @@ _ADDRESSES_PER_BYTE = 2
 class ArenaCount:
     """The bytes of those blocks that native code made while it counted here; `address` is what it counts in."""
 
-    def __init__(self, address: int, counts: Callable[[int, int], int], end: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        address: int,
+        count_in: Callable[[int | None], None],
+        counts: Callable[[int, int], int],
+        end: Callable[[int], None],
+    ) -> None:
         self.address = address
+        self._count_in = count_in
         self._nbytes = ctypes.c_longlong.from_address(address)
+        self._most = ctypes.c_longlong.from_address(address + ctypes.sizeof(ctypes.c_longlong))
         self._counts = counts
         self._end = end
 
@@ -35,6 +43,20 @@ class ArenaCount:
     def nbytes(self) -> int:
         """Bytes of those that are alive."""
         return self._nbytes.value
+
+    def count_in(self, live_bytes: int) -> None:
+        """From here on the blocks that this thread makes are counted; `live_bytes` are those that are there now."""
+        self._most.value = live_bytes
+        self._count_in(self.address)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that live bytes came to at any block since `count_in`."""
+        return self._most.value
+
+    def count_out(self) -> None:
+        """From here on they are not."""
+        self._count_in(None)
 
     def has(self, address: int) -> bool:
         """Whether the memory at `address` is one of them."""
@@ -64,6 +86,9 @@ class Arena:
         self._new_count = library.outgrow_arena_new_count
         self._new_count.argtypes = (ctypes.c_void_p,)
         self._new_count.restype = ctypes.c_void_p
+        self._count_in = library.outgrow_arena_count_in
+        self._count_in.argtypes = (ctypes.c_void_p,)
+        self._count_in.restype = None
         self._counts = library.outgrow_arena_counts
         self._counts.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         self._end_count = library.outgrow_arena_end_count
@@ -101,7 +126,7 @@ class Arena:
 
     def new_count(self, others_address: int) -> ArenaCount:
         """A count that blocks can be made in; its most is that of both it and the number of bytes at an address."""
-        return ArenaCount(self._new_count(others_address), self._counts, self._end_count)
+        return ArenaCount(self._new_count(others_address), self._count_in, self._counts, self._end_count)
 
     def open(self) -> None:
         """Hand out memory. Each call has its `close`."""

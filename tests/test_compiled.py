@@ -1,0 +1,347 @@
+"""Modules that `torch.compile` compiled stay compiled in a session, train to the same bits and inside the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import outgrow
+from outgrow.errors import BudgetTooSmall
+from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.tiers.arena import find_arena
+from outgrow.tracing.compiled import compiled_modules
+from steps import Make, ParkAll, Training, budget_for, momentum, train_in_session, train_plain
+from test_cuda_session import CountedRam, Fakes, fakes
+
+__all__ = ["fakes"]  # a fixture
+
+MiB = 1 << 20
+WIDTH, BATCH, BLOCKS = 64, 512, 6
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    if find_arena() is None:
+        pytest.skip("needs a C++ compiler")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """A transformer's, without attention."""
+
+    def __init__(self, dropout: float = 0.0, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH) if batch_norm else nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Breaking(Block):
+    """One that a compiler takes for two functions, with an op in between that it leaves alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return super().forward(x.tanh())
+
+
+Compile = Callable[[nn.Module], nn.Module]
+
+
+def in_place(block: nn.Module) -> nn.Module:
+    block.compile(backend="aot_eager")
+    return block
+
+
+def around(block: nn.Module) -> nn.Module:
+    compiled: nn.Module = torch.compile(block, backend="aot_eager")  # type: ignore[assignment]
+    return compiled
+
+
+def training(make: Callable[[], nn.Module] = Block, compile: Compile = in_place, passes: int = 1) -> Make:
+    """Steps of a chain of blocks, each compiled, and an op in between that is not."""
+
+    def made() -> Training:
+        torch.manual_seed(0)
+        model = nn.ModuleList(compile(make()) for _ in range(BLOCKS))
+        optimizer = momentum(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            total = torch.zeros(())
+            for part in range(passes):
+                x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(passes * k + part))
+                for block in model:
+                    x = F.gelu(block(x))
+                loss = x.square().mean()
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        return Training([model], [optimizer], run)
+
+    return made
+
+
+def graphs() -> int:
+    """How many the compiler has made."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def least_budget_of(make: Make, policy: str = "auto") -> int:
+    """Found as a user would: the error says how much more is needed."""
+    budget = 1 * MiB
+    for _ in range(20):
+        try:
+            train_in_session(make, 3, budget=budget, policy=policy)
+        except BudgetTooSmall as error:
+            budget = max(error.least_bytes, budget + 4096)
+        else:
+            return budget
+    raise AssertionError("no budget was ever enough")
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Compile, int]] = {
+    "blocks": (Block, in_place, 1),
+    "as modules": (Block, around, 1),
+    "dropout": (partial(Block, dropout=0.2), in_place, 1),
+    "batch norm": (partial(Block, batch_norm=True), in_place, 1),
+    "graph breaks": (Breaking, in_place, 1),
+    "accumulation": (Block, in_place, 3),
+}
+
+
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all", "lru", "superneurons", "checkpoint"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_plain_compiled_training_to_the_bit(kind: str, policy: str) -> None:
+    make = training(*KINDS[kind])
+    plain = train_plain(make, 6)
+    compiled = graphs()
+    budget = budget_for(make, 0.7)
+    ours, summaries = train_in_session(make, 6, budget=budget, policy=policy)
+    assert ours == plain
+    assert graphs() <= 2 * compiled, "the same graphs again, for the model that was built anew"
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+    assert summaries[-1].offloaded_bytes + summaries[-1].recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("compile", [in_place, around])
+def test_nothing_is_compiled_anew_in_a_session(compile: Compile) -> None:
+    make = training(compile=compile)
+    made = make()
+    for k in range(2):
+        made.run(k)
+    compiled = graphs()
+    with outgrow.Session(made.models, made.optimizers, budget=budget_for(make, 0.7), policy="vdnn-all") as session:
+        for k in range(2, 8):
+            with session.step():
+                made.run(k)
+        assert session.plan is not None
+        ops = [op for op in session.plan.problem.trace.ops if op.name == "outgrow.compiled"]
+    assert graphs() == compiled
+    assert [op.module for op in ops] == [*map(str, range(BLOCKS)), *map(str, reversed(range(BLOCKS)))]
+    assert all(op.outputs and op.seconds > 0 for op in ops)
+    assert not session.plan.parks, "nobody sees what compiled code reads"
+
+
+def test_modules_are_as_they_were_after_each_step_even_one_that_fails() -> None:
+    made = training()()
+    block = made.models[0][0]  # type: ignore[index]
+    usual = block._compiled_call_impl
+    with outgrow.Session(made.models, made.optimizers, budget="64MiB", policy="vdnn-all") as session:
+        with session.step():
+            made.run(0)
+            assert block._compiled_call_impl is not usual
+        assert block._compiled_call_impl is usual
+
+        def fail() -> None:
+            with session.step():
+                block(torch.randn(BATCH, WIDTH + 1))
+
+        with pytest.raises(RuntimeError):
+            fail()
+        assert block._compiled_call_impl is usual
+        assert torch._C._len_torch_dispatch_stack() == 0
+        with session.step():
+            made.run(1)
+
+
+def test_what_compiled_code_makes_counts() -> None:
+    """Live bytes are looked at after every op of the compiled code, in all steps, the first one too."""
+    seen: list[int] = []
+    opened: list[outgrow.Session] = []
+
+    class Looking(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if opened:
+                seen.append(opened[0].live_bytes)
+            return result
+
+    def look(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return make_boxed_func(lambda *args: Looking(graph).run(*args))
+
+    backend = aot_autograd(fw_compiler=look)
+
+    def compile(block: nn.Module) -> nn.Module:
+        block.compile(backend=backend)
+        return block
+
+    make = training(compile=compile)
+    plain = train_plain(make, 5)
+    budget = budget_for(make, 0.6)
+    made = make()
+    torch.manual_seed(1)
+    losses = []
+    with outgrow.Session(made.models, made.optimizers, budget=budget) as session:
+        opened.append(session)
+        for k in range(5):
+            with session.step():
+                losses.append(float(made.run(k)))
+        peaks = [summary.measured_peak_bytes for summary in session.history]
+    assert tuple(losses) == plain.losses
+    assert max(seen) <= budget
+    assert max(seen) > 0.8 * budget, "they are seen, indeed"
+    assert max(seen) <= max(peaks) <= budget
+
+
+def test_a_plan_for_the_model_before_it_was_compiled_is_not_followed() -> None:
+    """It may have parameters leave while compiled code reads them."""
+    eager = training(compile=lambda block: block)
+
+    def step() -> outgrow.TrainingStep:
+        made = eager()
+        return outgrow.TrainingStep(made.models, made.optimizers, lambda: made.run(0))
+
+    budget = budget_for(eager, 0.8)
+    hardware = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9)
+    plan = outgrow.plan(outgrow.trace(step, fake=True), budget=budget, policy=ParkAll(), hardware=hardware)
+    assert plan.parks
+    make = training()
+    ours, summaries = train_in_session(make, 4, budget=budget, policy="vdnn-all", plan=plan)
+    assert ours == train_plain(make, 4)
+    assert summaries[0].predicted_peak_bytes is None
+
+
+@pytest.mark.parametrize("compile", [in_place, around])
+def test_where_everything_fits_compiled_code_is_let_alone(compile: Compile) -> None:
+    """Nobody watches such steps, and the compiler does not look into what the hooks do."""
+    make = training(compile=compile)
+    plain = train_plain(make, 5)
+    compiled = graphs()
+    ours, summaries = train_in_session(make, 5, budget="1GiB")
+    assert ours == plain
+    assert summaries[-1].offloaded_bytes == 0
+    assert graphs() <= 2 * compiled
+
+
+def test_functions_that_were_compiled_train_to_the_same_bits() -> None:
+    feed_forward = torch.compile(lambda x, block: block.down(F.gelu(block.up(x))), backend="aot_eager")
+
+    class Calling(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = feed_forward(self.norm(x), self)
+            return result
+
+    make = training(Calling, compile=lambda block: block)
+    plain = train_plain(make, 5)
+    for budget in (budget_for(make, 0.7), "1GiB"):
+        ours, _ = train_in_session(make, 5, budget=budget, policy="vdnn-all")
+        assert ours == plain
+
+
+class Nothing(TorchDispatchMode):
+    """A mode of the user's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("why", ["another mode", "nobody counts"])
+def test_where_compiled_code_cannot_be_let_alone_it_runs_op_by_op_for_the_while(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "nobody counts":
+        monkeypatch.setattr(FastPath, "counts", property(lambda fast: False))
+    make = training()
+    made = make()
+    made.run(0)
+    compiled = graphs()
+    with outgrow.Session(made.models, made.optimizers, budget=budget_for(make, 0.7), policy="lru") as session:
+        for k in range(1, 4):
+            with session.step(), Nothing() if why == "another mode" else nullcontext():
+                made.run(k)
+        assert session.plan is not None
+        assert "outgrow.compiled" not in [op.name for op in session.plan.problem.trace.ops]
+    # And is compiled again afterwards.
+    block, x = made.models[0][0], torch.randn(BATCH, WIDTH)  # type: ignore[index]
+    assert "CompiledFunction" in block(x).grad_fn.name()
+    assert graphs() == compiled
+
+
+def test_a_budget_below_what_one_module_needs_is_refused() -> None:
+    make = training()
+    least = least_budget_of(make)
+    assert least < budget_for(make, 0.6)
+    ours, summaries = train_in_session(make, 5, budget=least)
+    assert ours == train_plain(make, 5)
+    assert max(summary.measured_peak_bytes for summary in summaries) <= least
+
+
+def test_what_belongs_to_a_compiled_module_is_not_compiled_by_itself() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3))
+    assert compiled_modules([model]) == ()
+    model[0][0].compile(backend="eager")
+    model[0].compile(backend="eager")
+    assert compiled_modules([model]) == (model[0],)
+    whole = torch.compile(model, backend="eager")
+    assert compiled_modules([whole]) == (whole,)
+
+
+def test_compiled_code_by_inductor_trains_to_the_same_bits() -> None:
+    def compile(block: nn.Module) -> nn.Module:
+        block.compile()
+        return block
+
+    make = training(compile=compile)
+    plain = train_plain(make, 5)
+    ours, summaries = train_in_session(make, 5, budget=budget_for(make, 0.7), policy="vdnn-all")
+    assert ours == plain
+    assert summaries[-1].offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("luck", [0.0, 0.5])
+def test_on_the_engine_of_gpus_too(
+    fakes: Callable[..., Fakes],
+    monkeypatch: pytest.MonkeyPatch,
+    luck: float,
+) -> None:
+    """Where the backward pass may run on another thread, and copies are ordered by events alone."""
+    made = fakes(luck=luck)
+    monkeypatch.setattr(FastPath, "counts", property(lambda fast: True))
+    make = training()
+    plain = train_plain(make, 5)
+    budget = budget_for(make, 0.8) + 2 * CountedRam.LIBRARY_BYTES
+    ours, summaries = train_in_session(make, 5, budget=budget, policy="vdnn-all")
+    assert ours == plain
+    assert summaries[-1].offloaded_bytes > 0
+    assert [streams.races for streams in made.streams] == [[]]
+    assert made.memory[0].gates > 0
