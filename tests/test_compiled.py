@@ -20,7 +20,7 @@ from outgrow.errors import BudgetTooSmall
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.tiers.arena import find_arena
 from outgrow.tracing.compiled import compiled_modules
-from steps import Make, ParkAll, Training, budget_for, momentum, train_in_session, train_plain
+from steps import Make, ParkAll, Training, budget_for, digest, momentum, train_in_session, train_plain
 from test_cuda_session import CountedRam, Fakes, fakes
 
 __all__ = ["fakes"]  # a fixture
@@ -266,6 +266,97 @@ def test_functions_that_were_compiled_train_to_the_same_bits() -> None:
     for budget in (budget_for(make, 0.7), "1GiB"):
         ours, _ = train_in_session(make, 5, budget=budget, policy="vdnn-all")
         assert ours == plain
+
+
+def test_a_batch_of_another_size_spoils_nothing() -> None:
+    """In steps that nobody watched so far, which then leave their plan."""
+
+    def make() -> Training:
+        made = training()()
+        model, optimizer = made.models[0], made.optimizers[0]
+
+        def run(k: int) -> torch.Tensor:
+            x = torch.randn(BATCH // (3 if k in (4, 7) else 1), WIDTH, generator=torch.Generator().manual_seed(k))
+            for block in model:  # type: ignore[attr-defined]
+                x = F.gelu(block(x))
+            loss = x.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    plain = train_plain(make, 10)
+    torch._dynamo.reset()
+    made = make()
+    torch.manual_seed(1)
+    losses = []
+    with outgrow.Session(made.models, made.optimizers, budget="1GiB") as session:
+        for k in range(10):
+            with session.step():
+                losses.append(float(made.run(k)))
+    assert (tuple(losses), digest(made.models, made.optimizers)) == (plain.losses, plain.state)
+    block = made.models[0][0]  # type: ignore[index]
+    for batch in (BATCH, BATCH // 3):
+        assert "CompiledFunction" in block(torch.randn(batch, WIDTH)).grad_fn.name()
+
+
+class Failing:
+    """A compiler whose code fails when it is told to, forward or backward."""
+
+    def __init__(self) -> None:
+        self.now = ""
+        self.backend = aot_autograd(fw_compiler=self._compiled("forward"), bw_compiler=self._compiled("backward"))
+
+    def _compiled(self, direction: str) -> Callable[..., Any]:
+        def compile(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                if self.now == direction:
+                    raise ArithmeticError(f"in the {direction} pass")
+                return graph(*args)
+
+            return make_boxed_func(run)
+
+        return compile
+
+
+@pytest.mark.parametrize("step", [0, 1, 4])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_program_may_go_on_after_compiled_code_that_failed(direction: str, step: int) -> None:
+    """In the same step: a batch that is skipped."""
+
+    def train(budget: int | None) -> tuple[list[float], str]:
+        failing = Failing()
+
+        def compile(block: nn.Module) -> nn.Module:
+            block.compile(backend=failing.backend)
+            return block
+
+        torch._dynamo.reset()
+        made = training(compile=compile)()
+        session = None
+        if budget is not None:
+            options = {"budget": budget, "policy": "vdnn-all", "least_moved_bytes": 1}
+            session = outgrow.Session(made.models, made.optimizers, **options)
+        losses = []
+        for k in range(6):
+            with nullcontext() if session is None else session.step():
+                if k == step:
+                    failing.now = direction
+                    with pytest.raises(ArithmeticError, match=direction):
+                        made.run(100)
+                    failing.now = ""
+                    made.optimizers[0].zero_grad()
+                losses.append(float(made.run(k)))
+        if session is not None:
+            assert all(summary.measured_peak_bytes <= session.budget_bytes for summary in session.history)
+            session.close()
+        assert torch._C._len_torch_dispatch_stack() == 0
+        return losses, digest(made.models, made.optimizers)
+
+    plain = train(None)
+    assert train(budget_for(training(), 0.9)) == plain
 
 
 class Nothing(TorchDispatchMode):

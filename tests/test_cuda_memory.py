@@ -243,6 +243,26 @@ def test_a_step_that_goes_astray_has_the_wall_back(allocator: Allocator) -> None
     assert allocator.share == pytest.approx(WALL)
 
 
+def test_what_moves_the_wall_for_the_rest_of_a_step_outlasts_the_op_that_it_moved_for(allocator: Allocator) -> None:
+    """Compiled code may run for long, and save values that leave the plan."""
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+    memory.begin_step(planned=True, again=False)
+    allocator.allocated, allocator.reserved = 5 * GiB, 8 * GiB
+    with memory.openly(GiB):
+        assert memory.stretch(2 * GiB)
+        stretched = allocator.share
+    assert allocator.share == stretched > WALL
+    memory.end_step()
+    allocator.reserved = 2 * GiB
+    for again in (False, True):
+        memory.begin_step(planned=True, again=again)
+        if not again:
+            memory.end_step()
+    with memory.gate(GiB):
+        memory.go_astray()
+    assert allocator.share == pytest.approx(WALL)
+
+
 def test_a_wall_of_the_users_that_is_nearer_is_never_out_of_the_way(allocator: Allocator) -> None:
     allocator.share = 0.05
     memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))

@@ -42,6 +42,17 @@ def test_of_two_that_are_as_fast_the_one_that_holds_less() -> None:
     assert ways(9, 5, seconds={0: 1.0, 1: 1.0}).best(Workspace.SPEED, 10) == 1
 
 
+def test_a_way_that_failed_is_never_taken() -> None:
+    some = ways(200, 0, 100, seconds={0: 1.0, 2: 2.0})
+    some.broken |= {0, 1}
+    assert some.best(Workspace.SPEED, 500) == 2
+    assert some.untimed(Workspace.SPEED, 500) == []
+    assert some.best(Workspace.MEMORY, 500) == 2, "the least of those that are left"
+    assert some.any_left
+    some.broken.add(2)
+    assert not some.any_left
+
+
 def test_ways_are_tried_when_they_first_have_room() -> None:
     some = ways(400, 200, 0, seconds={2: 1.0})
     assert some.untimed(Workspace.DYNAMIC, 100) == []

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from outgrow.errors import DeviceOutOfMemory
 from outgrow.runtime.care import Need
+from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.copies.streams import Event
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
@@ -38,13 +39,17 @@ class _Visit:
     """Compiled code that runs."""
 
     key: Hashable
-    is_backward: bool
+    alike: Hashable
+    task: int  # the backward pass that it is part of; -1 for a forward pass
+    is_new: bool
     need: Need
     before_bytes: int
     began: float
     mark: Event | None
     stack: ExitStack
     highest_bytes: int  # live bytes, as far as is known before it is over
+    own_bytes: int  # how far it lifts them, beside what comes back meanwhile
+    opened: int | None = None  # the op in the recorder
     arrived_bytes: int = 0  # of saved values that came back meanwhile
     rise: list[int | None] = field(default_factory=list)  # what the probe saw
 
@@ -81,14 +86,19 @@ class CompiledCode:
         ledger: Ledger,
         memory: DeviceMemory,
         fast_path: FastPath,
+        convolutions: Convolutions,
         host: Host,
     ) -> None:
         self._modules = modules
         self._ledger = ledger
         self._memory = memory
         self._fast = fast_path
+        self._convolutions = convolutions
         self._host = host
         self._rises: dict[Hashable, int] = {}
+        self._guesses: dict[Hashable, int] = {}  # of code that is like such as was seen
+        self._wants: dict[Hashable, int] = {}  # what came back for it
+        self._tried: set[Hashable] = set()
         self._budget = 0
         self._watch: Watch | None = None
         self._recorder: Recorder | None = None
@@ -101,6 +111,9 @@ class CompiledCode:
     @property
     def is_inside(self) -> bool:
         """Whether compiled code runs now."""
+        visit = self._visit
+        if visit is not None and visit.task not in (-1, torch._C._current_graph_task_id()):
+            self._abort()  # its backward pass failed, and the program went on
         return self._visit is not None
 
     @contextmanager
@@ -123,134 +136,174 @@ class CompiledCode:
             self._abort()
             self._watch = self._recorder = None
 
+    def end(self) -> None:
+        """The step is over."""
+        self._abort()
+
     def arrived(self, nbytes: int) -> None:
         """A saved value came back."""
         visit = self._visit
         if visit is not None:
             visit.arrived_bytes += nbytes
             # What a backward pass wants back comes before anything is made of it.
-            ahead = visit.need.certain_bytes if visit.is_backward else 0
+            ahead = visit.need.certain_bytes if visit.task != -1 else 0
             visit.highest_bytes = max(visit.highest_bytes, self._ledger.live_bytes + ahead)
 
     # --- forward ---
 
     def _run(self, module: torch.nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         watch = self._watch
-        if watch is None or self._visit is not None:
+        if watch is None:
             return run(*args, **kwargs)
-        if _get_current_dispatch_mode() is not watch:  # who else has a mode wants to see each op
-            with eagerly([module]):
+        if _get_current_dispatch_mode() is not watch:
+            if self.is_inside:
+                return run(*args, **kwargs)
+            with eagerly([module]):  # who else has a mode wants to see each op
+                return run(*args, **kwargs)
+        if self.is_inside:  # compiled code of a backward pass runs it again
+            with _without(watch):
                 return run(*args, **kwargs)
         state = [*module.parameters(), *module.buffers()]
         inputs = [*tensors_within((args, kwargs)), *state]
-        # Modules that are alike take as much: blocks of a network.
+        ends = {tensor.grad_fn for tensor in inputs}
+        # Blocks of a network are alike: they take about as much.
         alike = (type(module), module.training, torch.is_grad_enabled(), _shapes(inputs))
-        key = ("forward", alike)
+        key = (id(module), *alike, _others(args), _others(tuple(kwargs.values())))
         with torch._C._DisableTorchDispatch():
-            visit = self._enter(key, is_backward=False)
-            opened = None if self._recorder is None else self._recorder.open_op(COMPILED, inputs, module)
-        watch.__exit__(None, None, None)
+            visit = self._enter(key, alike, torch._C._current_graph_task_id())
+            if self._recorder is not None:
+                visit.opened = self._recorder.open_op(COMPILED, inputs, module)
         try:
-            result = run(*args, **kwargs)
+            with _without(watch):
+                result = run(*args, **kwargs)
         except BaseException as error:
             self._abort()
-            watch.__enter__()
             if not (isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)):
                 raise
             raise DeviceOutOfMemory(
                 f"compiled code found no memory, and cannot be run again: {error}. Lower the batch or the budget, or "
                 "compile smaller parts of the model"
             ) from error
-        watch.__enter__()
         outputs = list(tensors_within(result))
         with torch._C._DisableTorchDispatch():
-            rise = self._leave(visit)
-            if self._recorder is not None and opened is not None:
-                seconds = time.perf_counter() - visit.began
-                self._recorder.close_op(opened, outputs, rise_bytes=rise, seconds=seconds)
-        self._await_backward(alike, inputs, outputs)
+            self._leave(visit, (), outputs)
+        for number, node in enumerate(_nodes_between(outputs, ends)):
+            node.register_prehook(partial(self._before_node, (key, number), (alike, number)))
+            node.register_hook(self._after_node)
         return result
 
     # --- backward ---
 
-    def _await_backward(
-        self, alike: Hashable, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> None:
-        """Be there when the backward pass comes to what has just run."""
-        ends = {tensor.grad_fn for tensor in inputs}
-        for number, node in enumerate(_nodes_between(outputs, ends)):
-            key = ("backward", alike, number)
-            node.register_prehook(partial(self._before_node, key))
-            node.register_hook(self._after_node)
-
-    def _before_node(self, key: Hashable, gradients: tuple[Any, ...]) -> None:
-        if self._watch is None or self._visit is not None:  # a graph that outlives its step, or a session's end
+    def _before_node(self, key: Hashable, alike: Hashable, gradients: tuple[Any, ...]) -> None:
+        if self._watch is None or self.is_inside:  # a graph that outlives its step, or one in another
             return
         with torch._C._DisableTorchDispatch():
-            self._enter(key, is_backward=True)
+            self._enter(key, alike, torch._C._current_graph_task_id())
 
     def _after_node(self, made: tuple[Any, ...], gradients: tuple[Any, ...]) -> None:
         visit = self._visit
         if visit is None:
             return
         with torch._C._DisableTorchDispatch():
-            rise = self._leave(visit)
-            if self._recorder is not None:
-                inputs, outputs = tensors_in(gradients, {}), outputs_of(made)
-                seconds = time.perf_counter() - visit.began
-                self._recorder.op(
-                    None, COMPILED, gradients, {}, inputs, outputs, made, rise_bytes=rise, seconds=seconds
-                )
+            self._leave(visit, tensors_in(gradients, {}), outputs_of(made))
 
     # --- both ---
 
-    def _enter(self, key: Hashable, *, is_backward: bool) -> _Visit:
-        """Compiled code is about to run. Where nobody has seen it before, all leaves for it that can."""
-        rise = self._rises.get(key)
-        if rise is None:
-            need = Need(0, self._budget, measured=False)
+    def _enter(self, key: Hashable, alike: Hashable, task: int) -> _Visit:
+        """Compiled code is about to run. Where nobody has seen any such before, all leaves for it that can."""
+        known = self._rises.get(key)
+        if known is None:
+            need = Need(0, self._guesses.get(alike, self._budget), measured=False)
         else:
-            need = Need(rise, rise, measured=True, seen=True)
+            need = Need(known, known, measured=True, seen=True)
         self._host.prepare_for(COMPILED, need)
         self._fast.number += 1
         with ExitStack() as stack:
-            is_known = rise is not None
-            stack.enter_context(self._memory.gate(need.likely_bytes) if is_known else self._memory.openly(0))
+            if known is None:
+                stack.enter_context(self._memory.openly(0))
+            else:
+                stack.enter_context(self._memory.gate(known + self._wants[key]))
+            stack.enter_context(self._convolutions.aside())
             stack.enter_context(self._fast.paused())
             self._host.hold_back(need.certain_bytes)
             stack.callback(self._host.hold_back, -need.certain_bytes)
             mark = None if self._recorder is None else self._host.begin_op()
             before = self._ledger.live_bytes
-            highest = before + need.certain_bytes
-            visit = _Visit(key, is_backward, need, before, time.perf_counter(), mark, ExitStack(), highest)
-            if not is_known and self._fast.most_bytes is None:
+            stack_of_visit = ExitStack()
+            visit = _Visit(
+                key,
+                alike,
+                task,
+                known is None,
+                need,
+                before,
+                time.perf_counter(),
+                mark,
+                stack_of_visit,
+                before + need.certain_bytes,
+                need.certain_bytes,
+            )
+            if known is None and self._fast.most_bytes is None:
                 stack.enter_context(probing(self._ledger.device_type, visit.rise))
-            visit.stack = stack.pop_all()
+            stack_of_visit.push(stack.pop_all())
         self._visit = visit
         return visit
 
-    def _leave(self, visit: _Visit) -> int:
-        """It has run; how far it lifted live bytes, beyond what came back meanwhile."""
+    def _leave(self, visit: _Visit, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """It has run."""
         self._visit = None
         visit.stack.close()
-        if self._recorder is not None:
-            self._host.end_op(visit.mark)
         whole = visit.rise[0] if visit.rise else None
         if self._fast.most_bytes is not None:
             whole = self._fast.most_bytes - visit.before_bytes
-        is_new = visit.key not in self._rises
         if whole is not None:
             visit.highest_bytes = visit.before_bytes + whole
-            self._rises[visit.key] = max(self._rises.get(visit.key, 0), whole - visit.arrived_bytes)
+            visit.own_bytes = max(0, whole - visit.arrived_bytes)
+            self._guesses[visit.alike] = visit.own_bytes
+        # Where a compiler tries kernels out on a device, it may have done so just now.
+        is_sure = whole is not None and (self._fast.most_bytes is not None or visit.key in self._tried)
+        self._tried.add(visit.key)
+        if is_sure:
+            self._rises[visit.key] = max(self._rises.get(visit.key, 0), visit.own_bytes)
+            self._wants[visit.key] = max(self._wants.get(visit.key, 0), visit.arrived_bytes)
+        self._note(visit, inputs, outputs)
         self._memory.count(self._budget)
         highest = max(visit.highest_bytes, self._ledger.live_bytes)
-        self._host.rose_to(highest, measured=is_new and whole is not None)
-        return self._rises.get(visit.key, 0)
+        self._host.rose_to(highest, measured=visit.is_new and is_sure)
+
+    def _note(self, visit: _Visit, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Have the recorder know of it."""
+        if self._recorder is None:
+            return
+        self._host.end_op(visit.mark)
+        rise, seconds = visit.own_bytes, time.perf_counter() - visit.began
+        if visit.opened is not None:
+            self._recorder.close_op(visit.opened, outputs, rise_bytes=rise, seconds=seconds)
+        else:
+            self._recorder.op(None, COMPILED, (), {}, inputs, outputs, outputs, rise_bytes=rise, seconds=seconds)
 
     def _abort(self) -> None:
+        """It has failed."""
         visit, self._visit = self._visit, None
         if visit is not None:
             visit.stack.close()
+            with torch._C._DisableTorchDispatch():
+                self._note(visit, (), ())
+
+
+@contextmanager
+def _without(watch: Watch) -> Iterator[None]:
+    """Inside, the mode is off, which is the innermost."""
+    watch.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        watch.__enter__()
+
+
+def _others(items: tuple[Any, ...]) -> Hashable:
+    """What else a call was given that may change what it takes."""
+    return tuple(item for item in items if item is None or isinstance(item, bool | int | float | str))
 
 
 def _shapes(tensors: Iterable[torch.Tensor]) -> Hashable:

@@ -105,7 +105,7 @@ class Executor:
         self._parking = Parking(ledger, pool, copies, memory, self._make_room, self._run_inside, gradients)
         pool.parked = self._parking
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
-        self._compiled = CompiledCode(compiled, ledger, memory, self._fast, self)
+        self._compiled = CompiledCode(compiled, ledger, memory, self._fast, self._convolutions, self)
         # A compiler looks at all that compiled code calls. Imported here, as an optimizer has done that already.
         from torch._dynamo.decorators import skip
 
@@ -185,12 +185,15 @@ class Executor:
         assert self._stack is not None
         if self._changes_threads:
             self._come_here()
+        self._compiled.end()
         if self._follower.on and not self._follower.done:
             _LOG.info("fallback: the step ended early, %s", self._follower.where_next())
         try:
             with torch._C.DisableTorchFunction():
                 self._parking.end()
-            self._peak = max(self._peak, self._fast.peak_bytes, self._ledger.live_bytes)
+            self._came_to(self._ledger.live_bytes)
+            if self._fast.peak_bytes > self._peak:
+                self._peak, self._leaving_at_peak = self._fast.peak_bytes, self._pool.most_leaving_bytes
             seconds = time.perf_counter() - self._started
             stall_seconds = self._pool.stall_seconds
             recompute_seconds = self._recomputer.seconds + self._parking.remake_seconds
@@ -231,7 +234,7 @@ class Executor:
             followed=self._follower.done,
             proved=self._recomputer.proofs + self._parking.proofs > 0,
             packs=tuple(self._packs),
-            leaving_bytes=self._pool.most_leaving_bytes,
+            leaving_bytes=self._leaving_at_peak,
             failure=self._parking.failure,
             times=times,
         )
@@ -260,10 +263,11 @@ class Executor:
         self._numbers = 0
         self._saved_bytes = 0
         self._blind = False
-        self._peak = 0
+        self._peak = self._leaving_at_peak = 0
         self._watched = False
         self._where = ""
         self._unseen: list[int] = []
+        self._beside_compiler = False  # compiled code calls
         self._held_back = 0  # of the budget, for compiled code that is about to run
         self._op_spans: list[Span | None] = []
         self._follower.begin(plan)
@@ -298,7 +302,11 @@ class Executor:
 
     @_disable_dynamo
     def _pack_beside_compiler(self, tensor: torch.Tensor) -> Handle:
-        return self._pack(tensor)
+        self._beside_compiler = True
+        try:
+            return self._pack(tensor)
+        finally:
+            self._beside_compiler = False
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
         if self._changes_threads:
@@ -356,7 +364,7 @@ class Executor:
             storage = self._pool.request(entry, self._make_room)
             if self._demand.on:
                 self._demand.touched(entry.record)
-            self._peak = max(self._peak, self._ledger.live_bytes)
+            self._came_to(self._ledger.live_bytes)
             if this_step:
                 self._advance(Event.UNPACK, handle, entry)
             self._pool.wait_in(entry)
@@ -385,7 +393,7 @@ class Executor:
         if not self._follower.on:
             return
         if self._follower.advance(event, handle, entry):
-            self._peak = max(self._peak, self._ledger.live_bytes)
+            self._came_to(self._ledger.live_bytes)
             if self._follower.done:
                 self._free_writes()
         else:
@@ -423,8 +431,13 @@ class Executor:
         rise = self._rise_of(signature, need, rise)
         for tensor in outputs_of(result):
             self._ledger.see(tensor)
-        self._peak = max(self._peak, before + rise, self._ledger.live_bytes)
+        self._came_to(max(before + rise, self._ledger.live_bytes))
         return result
+
+    def _came_to(self, live_bytes: int) -> None:
+        """There are, or were, so many live bytes."""
+        if live_bytes > self._peak:
+            self._peak, self._leaving_at_peak = live_bytes, self._pool.leaving_bytes
 
     def _rise_of(self, signature: Hashable, need: Need, measured: int | None) -> int:
         """How far an op that has run lifted live bytes; remembered where it was measured."""
@@ -469,7 +482,7 @@ class Executor:
 
     def rose_to(self, nbytes: int, *, measured: bool) -> None:
         """Live bytes came to this, or no higher: they are measured at first sight, when all has left that can."""
-        self._peak = max(self._peak, nbytes)
+        self._came_to(nbytes)
         if measured and nbytes > self._budget:
             raise self._too_small(nbytes, self._where)
 
@@ -498,10 +511,12 @@ class Executor:
         # The mode can join a step that began without it, but only where contexts end in the order in which they
         # began: not inside the backward pass, whose thread state is put back, and not inside a mode of the user's.
         in_backward = torch._C._current_graph_task_id() != -1
-        if self._watched or self._stack is None or in_backward or _len_torch_dispatch_stack() != self._modes:
+        is_nested = in_backward or self._beside_compiler
+        if self._watched or self._stack is None or is_nested or _len_torch_dispatch_stack() != self._modes:
             return
         self._watched = True
-        self._stack.enter_context(Watch(self, self._table))
+        self._stack.enter_context(mode := Watch(self, self._table))
+        self._stack.enter_context(self._compiled.around(mode, None, self._budget))
 
     # --- the ops ---
 
@@ -596,7 +611,7 @@ class Executor:
                 fast.needs_no_care(number, rise, gated=self._calls.wants_gate(facts))
             elif fast.passes_writes and not any(map(self._pool.has_place_in, written)):
                 fast.needs_no_care(number, rise, writes=True)
-        self._peak = max(self._peak, before + rise, ledger.live_bytes)
+        self._came_to(max(before + rise, ledger.live_bytes))
         if recorder is not None:
             self._unseen.append(unseen)
             recorder.op(

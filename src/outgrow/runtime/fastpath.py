@@ -272,7 +272,7 @@ class FastPath:
     @property
     def counts(self) -> bool:
         """Whether what is made past the mode is counted."""
-        return self._count is not None
+        return self._count is not None and self._has_memory
 
     @contextmanager
     def paused(self) -> Iterator[None]:

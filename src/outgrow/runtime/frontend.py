@@ -56,6 +56,12 @@ class Ways:
 
     ways: Sequence[Way]
     seconds: dict[int, float] = field(default_factory=dict)
+    broken: set[int] = field(default_factory=set)  # those that failed
+
+    @property
+    def any_left(self) -> bool:
+        """Whether there is one that did not fail."""
+        return len(self.broken) < len(self.ways)
 
     def untimed(self, kind: Workspace, free_bytes: int) -> list[int]:
         """Those that nobody knows to be slower, and that have room to be tried.
@@ -75,8 +81,9 @@ class Ways:
     def _fitting(self, kind: Workspace, free_bytes: int) -> list[int]:
         most = free_bytes
         if kind is Workspace.MEMORY:  # no more than the least of all
-            most = min(most, min((way.nbytes for way in self.ways), default=0))
-        return [number for number, way in enumerate(self.ways) if way.nbytes <= most]
+            sound = (way.nbytes for number, way in enumerate(self.ways) if number not in self.broken)
+            most = min(most, min(sound, default=0))
+        return [number for number, way in enumerate(self.ways) if way.nbytes <= most and number not in self.broken]
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,8 @@ class Frontend:
         if kwargs or not _is_for_cudnn(func, args):
             return func(*args, **kwargs)
         try:
-            return self._forward(*args) if func is _FORWARD else self._backward(*args)
+            with torch.cuda.device(self._device):
+                return self._forward(*args) if func is _FORWARD else self._backward(*args)
         except _HasNoWays:
             return func(*args)
 
@@ -223,14 +231,19 @@ class Frontend:
         ways = self._ways.get(question)
         if ways is None:
             ways = self._ways[question] = Ways(self._ways_of(question))
-        if not ways.ways:
+        if not ways.any_left:
             raise _HasNoWays
         tensors = (images, weight, result)
         stream = torch.cuda.current_stream(self._device)
         self._cudnn.set_stream(handle=self._handle, stream=stream.cuda_stream)
         free = self._free_bytes() - _ROUNDING_BYTES
         for new in ways.untimed(self._kind, free):
-            seconds = self._time(ways.ways[new], tensors, min(ways.seconds.values(), default=inf))
+            try:
+                seconds = self._time(ways.ways[new], tensors, min(ways.seconds.values(), default=inf))
+            except RuntimeError as error:  # PyTorch's own search goes on to the next one, too
+                _LOG.info("workspaces: a plan of cuDNN's frontend failed (%s)", error)
+                ways.broken.add(new)
+                continue
             if seconds is not None:
                 ways.seconds[new] = seconds
             self.settled = stream.record_event(torch.cuda.Event(enable_timing=True))
@@ -238,6 +251,8 @@ class Frontend:
             if self._try(ways.ways[number], tensors):
                 return
             free = ways.ways[number].nbytes - 1  # the budget has the room, but not in one piece
+        if not ways.any_left:
+            raise _HasNoWays
         least = min(way.nbytes for way in ways.ways)
         raise torch.OutOfMemoryError(f"CUDA out of memory: a convolution needs {least} bytes of workspace")
 
@@ -271,6 +286,8 @@ class Frontend:
     def _ways_of(self, question: _Pass) -> list[Way]:
         try:
             return self._ask(question)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # the package's own classes, which are others in each of its versions
             _LOG.info("workspaces: cuDNN's frontend has no plans for %s (%s)", question, error)
             return []
@@ -338,13 +355,14 @@ class Frontend:
 def _is_for_cudnn(func: Any, args: Sequence[Any]) -> bool:
     """Whether a call is a convolution over images or volumes that PyTorch would leave to cuDNN."""
     if func is _FORWARD and len(args) == 9:
-        tensors, transposed = args[:2], args[6]
+        tensors, transposed, geometry = args[:2], args[6], args[3:6]
     elif func is _BACKWARD and len(args) == 11:
-        tensors, transposed = args[:3], args[7]
+        tensors, transposed, geometry = args[:3], args[7], args[4:7]
     else:
         return False
     return (
         not transposed
+        and all(len(sizes) == tensors[0].dim() - 2 for sizes in geometry)
         and torch.backends.cudnn.enabled
         and len({tensor.dtype for tensor in tensors}) == 1
         and all(

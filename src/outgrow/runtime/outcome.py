@@ -15,8 +15,8 @@ class StepOutcome:
     the dispatch mode was on, so that `peak_bytes` was measured; `blind` that a profiler of the user's hid what some
     ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside the true values,
     which takes time and memory that later steps will not take. `failure` is why a parked value could not come back.
-    `kept_bytes` are of saved values that stayed. `leaving_bytes` is the most that copies out held at once: the device
-    may have been that much fuller than foreseen only because the next tier was late. `times` are there where the
+    `kept_bytes` are of saved values that stayed. `leaving_bytes` is what copies out held at the peak: the device may
+    have been that much fuller than foreseen only because the next tier was late. `times` are there where the
     device may still be at the step: its three times are not known before `timed` has waited for it.
     """
 

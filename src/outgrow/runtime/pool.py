@@ -90,7 +90,7 @@ class Pool:
         self._at: dict[int, list[Entry]] = {}  # entries by the serial number of the storage they were last in
         # Copies out in flight, first in first out, each with the pool's hold on its memory.
         self._leaving: deque[tuple[Copy, Entry, torch.UntypedStorage]] = deque()
-        self._leaving_bytes = 0
+        self.leaving_bytes = 0  # that copies out hold now; and `most_leaving_bytes` in this step
         self.dropped: set[Entry] = set()
         self.parked: Parked | None = None
         # Copies back whose value nobody wants any more; their memory may go when they are done.
@@ -102,7 +102,7 @@ class Pool:
         self.stall_seconds = 0.0
         self.planned_bytes = self.evicted_bytes = 0
         self.faults = self.fault_level = 0
-        self.most_leaving_bytes = self._leaving_bytes  # that copies out held at once
+        self.most_leaving_bytes = self.leaving_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -335,8 +335,8 @@ class Pool:
         slot = self.reserve(entry.nbytes) if offset is None else self.place(offset, entry.nbytes)
         entry.writing = out.submit(slot, entry.storage.data_ptr())
         self._leaving.append((entry.writing, entry, entry.storage))
-        self._leaving_bytes += entry.nbytes
-        self.most_leaving_bytes = max(self.most_leaving_bytes, self._leaving_bytes)
+        self.leaving_bytes += entry.nbytes
+        self.most_leaving_bytes = max(self.most_leaving_bytes, self.leaving_bytes)
         if offset is None:
             self.evicted_bytes += entry.nbytes
         else:
@@ -360,7 +360,7 @@ class Pool:
 
     def _land_first(self) -> None:
         copy, entry, _ = self._leaving.popleft()
-        self._leaving_bytes -= entry.nbytes
+        self.leaving_bytes -= entry.nbytes
         entry.writing = None
         if copy.error is not None or entry.handles == 0:
             self._places.release(copy.slot)

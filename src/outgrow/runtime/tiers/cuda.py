@@ -82,9 +82,11 @@ class CudaMemory:
         self.is_open = False
         # Free blocks of the time before would count against the wall.
         torch.cuda.empty_cache()
-        self._stretched = self._is_calm = False
+        self._is_calm = False
         self._retries = self._counter("num_alloc_retries")
-        self._stand(self._wall)
+        self._raised: list[int] = []  # where the wall stands at the least, for what runs now
+        self._stretched_to = 0  # and for this step
+        self._stand()
         self.count(budget_bytes)
 
     @property
@@ -116,22 +118,21 @@ class CudaMemory:
         is_ours = self._usual_share * self._total >= self._wall + _PIECES_BYTES
         self.is_open = again and self._is_calm and is_as_it_was and is_ours
         self._retries = self._counter("num_alloc_retries")
-        if self.is_open:
-            self._stand(self._total)
+        self._stand()
 
     def end_step(self) -> None:
         """Put the wall where it should be, and remember how the allocator was left."""
         self._at_end = self._state()
         retries, reserved = self._at_end
         self._is_calm = retries == self._retries and reserved <= self._wall
-        self.is_open = self._stretched = False
-        self._stand(self._wall)
+        self.is_open = False
+        self._stretched_to = 0
+        self._stand()
 
     def go_astray(self) -> None:
         """Put the wall back."""
-        if self.is_open:
-            self.is_open = False
-            self._stand(self._wall)
+        self.is_open = False
+        self._stand()
 
     def make_room(self, nbytes: int) -> None:
         """Nothing to do: the allocator gives free blocks back to the device before it refuses memory."""
@@ -188,12 +189,13 @@ class CudaMemory:
     @contextmanager
     def _moved_to(self, wall_bytes: int) -> Iterator[None]:
         """Inside, the wall stands at `wall_bytes` at the least."""
-        wall = self._stands_at
-        self._stand(max(wall, wall_bytes))
+        self._raised.append(wall_bytes)
+        self._stand()
         try:
             yield
         finally:
-            self._stand(wall)
+            self._raised.remove(wall_bytes)
+            self._stand()
 
     def _finds(self, nbytes: int) -> bool:
         """Whether the allocator has so many bytes in one block behind the wall, free or to be taken."""
@@ -207,12 +209,11 @@ class CudaMemory:
     @contextmanager
     def strictly(self) -> Iterator[None]:
         """Inside nobody gets more than the budget has, whatever it is."""
-        wall = self._stands_at
-        self._stand(min(wall, self._budget))
+        self._stand_at(min(self._stands_at, self._budget))
         try:
             yield
         finally:
-            self._stand(wall)
+            self._stand()
 
     def stretch(self, nbytes: int) -> bool:
         """Have the allocator pass the wall until the step is over, for `nbytes` that the budget has room for.
@@ -220,10 +221,10 @@ class CudaMemory:
         False if it has not, or if the wall is as far out already.
         """
         allocated, reserved = self._now()
-        if self._stretched or allocated + nbytes > self._budget:
+        if self._stretched_to or allocated + nbytes > self._budget:
             return False
-        self._stretched = True
-        self._stand(max(self._stands_at, reserved + nbytes + _PIECES_BYTES))
+        self._stretched_to = max(self._stands_at, reserved + nbytes + _PIECES_BYTES)
+        self._stand()
         return True
 
     def refusals(self) -> int:
@@ -242,7 +243,12 @@ class CudaMemory:
         """Take the wall away."""
         torch.cuda.set_per_process_memory_fraction(self._usual_share, self._device)
 
-    def _stand(self, wall_bytes: int) -> None:
+    def _stand(self) -> None:
+        """Put the wall where it has to be now."""
+        usual = self._total if self.is_open else max(self._wall, self._stretched_to)
+        self._stand_at(max([usual, *self._raised]))
+
+    def _stand_at(self, wall_bytes: int) -> None:
         """Put the wall somewhere, but never where the user's own would not be."""
         self._stands_at = wall_bytes
         share = min(wall_bytes / self._total, self._usual_share)
