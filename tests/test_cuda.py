@@ -24,6 +24,8 @@ from outgrow.cost.measure import measure_gpu
 from outgrow.cost.workspaces import Workspace
 from outgrow.errors import BudgetTooSmall
 from outgrow.networks import find
+from outgrow.networks.resnet import _Bottleneck
+from outgrow.networks.transformer import Block
 from outgrow.papers.trial import Trial, measurer_here
 from outgrow.planning.policies import Policy
 from outgrow.runtime.frontend import Frontend
@@ -307,6 +309,31 @@ def test_workspaces_stay_inside_the_budget_and_change_last_bits_at_most(
         assert ours.losses == plain.losses[:8]
     else:
         assert ours.losses == pytest.approx(plain.losses[:8], rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all", "lru"])
+@pytest.mark.parametrize(("name", "size", "batch"), [("resnet-50", 224, 16), ("gpt-12x384", 256, 8)])
+def test_compiled_blocks_stay_compiled_and_train_to_the_same_bits(
+    name: str, size: int, batch: int, policy: str
+) -> None:
+    torch._dynamo.reset()
+
+    def make() -> Training:
+        training = Training(name, size, batch)
+        for module in training.model.modules():
+            if isinstance(module, Block | _Bottleneck):
+                module.compile(backend="aot_eager", dynamic=False)
+        return training
+
+    with torch._dynamo.config.patch(recompile_limit=64):
+        plain = train_plain(make, 8)
+        budget = int(train_plain(make, 3).peak_bytes * 0.7)
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        ours = train_in_session(make, budget, policy, steps=8)
+        assert_equal(ours, plain)
+        assert ours.peak_bytes <= budget
+        assert ours.offloaded_bytes > 0
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * compiled
 
 
 FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
