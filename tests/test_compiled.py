@@ -20,7 +20,17 @@ from outgrow.errors import BudgetTooSmall
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.tiers.arena import find_arena
 from outgrow.tracing.compiled import compiled_modules
-from steps import Make, ParkAll, Training, budget_for, digest, momentum, train_in_session, train_plain
+from steps import (
+    Make,
+    ParkAll,
+    RandomDecisions,
+    Training,
+    budget_for,
+    digest,
+    momentum,
+    train_in_session,
+    train_plain,
+)
 from test_cuda_session import CountedRam, Fakes, fakes
 
 __all__ = ["fakes"]  # a fixture
@@ -302,6 +312,55 @@ def test_a_batch_of_another_size_spoils_nothing() -> None:
     block = made.models[0][1]  # type: ignore[index]
     for batch in (BATCH, BATCH // 3):
         assert "CompiledFunction" in block(torch.randn(batch, WIDTH)).grad_fn.name()
+
+
+class Dense(nn.Module):
+    """A layer that reads what all before it have made, as DenseNet's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH * (number + 1))
+        self.down = nn.Linear(WIDTH * (number + 1), WIDTH)
+
+    def forward(self, *made: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.down(F.relu(self.norm(torch.cat(made, 1)))))
+
+
+def dense() -> Training:
+    torch.manual_seed(0)
+    model = nn.ModuleList(in_place(Dense(number)) for number in range(BLOCKS))
+    optimizer = momentum(model.parameters())
+
+    def run(k: int) -> torch.Tensor:
+        made = [torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(k))]
+        for layer in model:
+            made.append(layer(*made))
+        loss = torch.cat(made, 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training([model], [optimizer], run)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_plans_change_no_bit(seed: int) -> None:
+    plain = train_plain(dense, 4)
+    budget = budget_for(dense, 0.75 + 0.03 * seed)
+    ours, summaries = train_in_session(dense, 4, budget=budget, policy=RandomDecisions(seed))
+    assert ours == plain
+    assert max(summary.measured_peak_bytes for summary in summaries) <= budget
+
+
+def test_what_comes_back_ahead_of_time_leaves_compiled_code_its_room() -> None:
+    plain = train_plain(dense, 6)
+    least = least_budget_of(dense, "vdnn-all")
+    for share in (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4):
+        budget = int(least * share)
+        ours, summaries = train_in_session(dense, 6, budget=budget, policy="vdnn-all")
+        assert ours == plain
+        assert max(summary.measured_peak_bytes for summary in summaries) <= budget, f"{share:.0%}"
 
 
 class Failing:

@@ -368,7 +368,10 @@ class Executor:
             if this_step:
                 self._advance(Event.UNPACK, handle, entry)
             self._pool.wait_in(entry)
-            return handle.rebuild(storage)
+            tensor = handle.rebuild(storage)
+            if self._held_back:  # what came back by the plan meanwhile may have taken what compiled code is to get
+                self._make_room(0)
+            return tensor
 
     def released(self, handle: Handle) -> None:
         """Autograd let go of a saved tensor."""
