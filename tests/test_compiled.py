@@ -139,8 +139,13 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Compile, int]] = {
 }
 
 
-@pytest.mark.parametrize("policy", ["auto", "vdnn-all", "lru", "superneurons", "checkpoint"])
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [
+    *(("blocks", policy) for policy in ("auto", "lru", "superneurons", "checkpoint")),
+    *((kind, "vdnn-all") for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("kind", "policy"), CASES)
 def test_training_is_plain_compiled_training_to_the_bit(kind: str, policy: str) -> None:
     make = training(*KINDS[kind])
     plain = train_plain(make, 6)
@@ -344,10 +349,10 @@ def dense() -> Training:
     return Training([model], [optimizer], run)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_plans_change_no_bit(seed: int) -> None:
     plain = train_plain(dense, 4)
-    budget = budget_for(dense, 0.75 + 0.03 * seed)
+    budget = budget_for(dense, 0.75 + 0.06 * seed)
     ours, summaries = train_in_session(dense, 4, budget=budget, policy=RandomDecisions(seed))
     assert ours == plain
     assert max(summary.measured_peak_bytes for summary in summaries) <= budget
@@ -356,7 +361,7 @@ def test_random_plans_change_no_bit(seed: int) -> None:
 def test_what_comes_back_ahead_of_time_leaves_compiled_code_its_room() -> None:
     plain = train_plain(dense, 6)
     least = least_budget_of(dense, "vdnn-all")
-    for share in (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4):
+    for share in (1.0, 1.05, 1.15, 1.3):
         budget = int(least * share)
         ours, summaries = train_in_session(dense, 6, budget=budget, policy="vdnn-all")
         assert ours == plain
