@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.workspaces import Choice
-from outgrow.tracing.ir import Event, Kind, Phase, Trace
+from outgrow.tracing.ir import COMPILED_OP, Event, Kind, Phase, Trace
 
 if TYPE_CHECKING:
     from outgrow.planning.recipes import Recipes
@@ -23,7 +23,6 @@ BOUNDLESS = 1 << 62
 
 _MOVABLE = frozenset({Kind.ACTIVATION, Kind.INPUT, Kind.TEMPORARY})
 _LET_GO = frozenset({Kind.ACTIVATION, Kind.TEMPORARY})
-_COMPILED = "outgrow.compiled"  # as in tracing/compiled.py, which needs torch
 # Training state that ops read and write; buffers are written to unseen by some.
 STATE = frozenset({Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER})
 
@@ -140,7 +139,7 @@ class Problem:
     @cached_property
     def sees_all(self) -> bool:
         """Whether everything that reads or writes a value is an op of the step: it is, but for compiled code."""
-        return self.on_cpu and not any(op.name == _COMPILED for op in self.trace.ops)
+        return self.on_cpu and not any(op.name == COMPILED_OP for op in self.trace.ops)
 
     @cached_property
     def own_storages(self) -> frozenset[int]:

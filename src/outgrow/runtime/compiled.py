@@ -41,14 +41,13 @@ class _Visit:
     key: Hashable
     alike: Hashable
     task: int  # the backward pass that it is part of; -1 for a forward pass
-    is_new: bool
-    need: Need
+    is_new: bool  # nobody can tell yet what it takes
     before_bytes: int
+    highest_bytes: int  # live bytes, as far as is known before it is over
+    own_bytes: int  # how far it lifts them for certain, beside what comes back meanwhile
     began: float
     mark: Event | None
     stack: ExitStack
-    highest_bytes: int  # live bytes, as far as is known before it is over
-    own_bytes: int  # how far it lifts them, beside what comes back meanwhile
     opened: int | None = None  # the op in the recorder
     arrived_bytes: int = 0  # of saved values that came back meanwhile
     rise: list[int | None] = field(default_factory=list)  # what the probe saw
@@ -124,8 +123,8 @@ class CompiledCode:
                 yield
             return
         self._watch, self._recorder, self._budget = watch, recorder, budget_bytes
-        usual = [(module, place_of(module)) for module in self._modules]
-        before = [(module, place, getattr(module, place)) for module, place in usual if place]
+        places = [(module, place_of(module)) for module in self._modules]
+        before = [(module, place, getattr(module, place)) for module, place in places if place]
         for module, place, run in before:
             setattr(module, place, partial(self._run, module, run))
         try:
@@ -146,7 +145,7 @@ class CompiledCode:
         if visit is not None:
             visit.arrived_bytes += nbytes
             # What a backward pass wants back comes before anything is made of it.
-            ahead = visit.need.certain_bytes if visit.task != -1 else 0
+            ahead = visit.own_bytes if visit.task != -1 else 0
             visit.highest_bytes = max(visit.highest_bytes, self._ledger.live_bytes + ahead)
 
     # --- forward ---
@@ -231,17 +230,16 @@ class CompiledCode:
             before = self._ledger.live_bytes
             stack_of_visit = ExitStack()
             visit = _Visit(
-                key,
-                alike,
-                task,
-                known is None,
-                need,
-                before,
-                time.perf_counter(),
-                mark,
-                stack_of_visit,
-                before + need.certain_bytes,
-                need.certain_bytes,
+                key=key,
+                alike=alike,
+                task=task,
+                is_new=known is None,
+                before_bytes=before,
+                highest_bytes=before + need.certain_bytes,
+                own_bytes=need.certain_bytes,
+                began=time.perf_counter(),
+                mark=mark,
+                stack=stack_of_visit,
             )
             if known is None and self._fast.most_bytes is None:
                 stack.enter_context(probing(self._ledger.device_type, visit.rise))

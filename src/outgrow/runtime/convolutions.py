@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -81,32 +81,16 @@ class Convolutions:
             return None
         return self._frontend.settled
 
-    @contextmanager
-    def flags(self) -> Iterator[None]:
+    def flags(self) -> AbstractContextManager[None]:
         """Inside, cuDNN chooses as is asked for; then the program's flag is as it was.
 
         The flag is one of the process: other threads that train meanwhile see it, too.
         """
-        if self._kind is None:
-            yield
-            return
-        before = _set_benchmark(self.searches)
-        try:
-            yield
-        finally:
-            _set_benchmark(before)
+        return nullcontext() if self._kind is None else _benchmark(self.searches)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Inside, nothing is tried out: what runs there is not called by us."""
-        if not self.searches:
-            yield
-            return
-        before = _set_benchmark(False)
-        try:
-            yield
-        finally:
-            _set_benchmark(before)
+        return _benchmark(False) if self.searches else nullcontext()
 
     def close(self) -> None:
         """Let go of the frontend."""
@@ -135,8 +119,12 @@ def is_convolution(facts: OpFacts) -> bool:
     return "convolution" in facts.name
 
 
-def _set_benchmark(on: bool) -> bool:
-    """Set `torch.backends.cudnn.benchmark`, also where `torch.backends` was frozen; gives what it was."""
+@contextmanager
+def _benchmark(on: bool) -> Iterator[None]:
+    """Inside, `torch.backends.cudnn.benchmark` is on or off, also where `torch.backends` was frozen."""
     before = torch._C._get_cudnn_benchmark()
     torch._C._set_cudnn_benchmark(on)
-    return before
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_benchmark(before)

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from outgrow.tracing.ir import COMPILED_OP
 from outgrow.tracing.ops import OpFacts
 
 # The call of a compiled module, as an op of the step: nothing can be made anew by it.
 COMPILED = OpFacts(
-    name="outgrow.compiled",
+    name=COMPILED_OP,
     is_view=False,
     makes_outputs=True,
     is_bookkeeping=False,

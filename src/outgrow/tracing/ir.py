@@ -19,6 +19,7 @@ from outgrow.errors import TraceMismatch
 from outgrow.tracing.convolution import is_convolution_shape
 
 FORMAT = "outgrow-trace-4"
+COMPILED_OP = "outgrow.compiled"  # the name of a call of a module that torch.compile compiled
 
 
 class Phase(StrEnum):

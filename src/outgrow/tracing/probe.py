@@ -22,17 +22,10 @@ def measured_call(
     None is returned. The peak that the CUDA allocator keeps itself would have to be reset for each op, and it is the
     user's to read.
     """
-    if _profiler._profiler_enabled() or not _switch_on():
-        return func(*args, **kwargs), None
-    try:
+    found: list[int | None] = []
+    with probing(device_type, found):
         result = func(*args, **kwargs)
-    except BaseException:
-        _switch_off()
-        raise
-    try:
-        return result, _worst_rise(_profiler._disable_profiler_legacy(), device_type)
-    except (MemoryError, RuntimeError):  # the op is done, and must not be run again for what was seen of it
-        return result, None
+    return result, found[0]
 
 
 @contextmanager
@@ -52,7 +45,7 @@ def probing(device_type: str, found: list[int | None]) -> Iterator[None]:
         return
     try:
         found.append(_worst_rise(_profiler._disable_profiler_legacy(), device_type))
-    except (MemoryError, RuntimeError):
+    except (MemoryError, RuntimeError):  # the op is done, and must not be run again for what was seen of it
         found.append(None)
 
 
