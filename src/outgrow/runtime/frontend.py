@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from outgrow.cost.workspaces import Workspace
+from outgrow.runtime.tiers.cuda import ROUNDING_BYTES
 from outgrow.tracing.convolution import DATA_GRADIENT, FORWARD, WEIGHT_GRADIENT
 
 _LOG = logging.getLogger(__name__)
@@ -31,10 +32,8 @@ _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 # The fastest was seen among the first five (an H200, cuDNN 9.19).
 _MOST_WAYS = 8
+# A way that takes this many times the best one's time is not run again to be sure.
 _HOPELESS = 8.0
-# A block may be so much larger than what was asked for (the CUDA allocator's `kSmallSize`, below which it does not
-# split one).
-_ROUNDING_BYTES = 1 << 20
 _TYPES = {torch.float32: "FLOAT", torch.float16: "HALF", torch.bfloat16: "BFLOAT16"}
 # Sizes and strides of cuDNN's tensors: images, weight, result.
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -118,14 +117,13 @@ class Frontend:
         device: torch.device,
         kind: Workspace,
         free_bytes: Callable[[], int],
-        library: Any = None,
     ) -> None:
         """`free_bytes` says how much of the budget is free.
 
         Raises:
             ImportError: the frontend is not installed, or does not find cuDNN.
         """
-        self._cudnn = library or importlib.import_module("cudnn")
+        self._cudnn = importlib.import_module("cudnn")
         self._device = device
         self._kind = kind
         self._free_bytes = free_bytes
@@ -236,7 +234,7 @@ class Frontend:
         tensors = (images, weight, result)
         stream = torch.cuda.current_stream(self._device)
         self._cudnn.set_stream(handle=self._handle, stream=stream.cuda_stream)
-        free = self._free_bytes() - _ROUNDING_BYTES
+        free = self._free_bytes() - ROUNDING_BYTES
         for new in ways.untimed(self._kind, free):
             try:
                 seconds = self._time(ways.ways[new], tensors, min(ways.seconds.values(), default=inf))

@@ -25,7 +25,7 @@ _ENDS_OF_ONE_BYTES = 3 * _PIECE_BYTES
 # What all such ends were seen to come to at the most when free blocks have been given back.
 _ENDS_BYTES = 256 << 20
 # A block may be so much larger than what was asked for: smaller rests are not split off (`kSmallSize`).
-_ROUNDING_BYTES = 1 << 20
+ROUNDING_BYTES = 1 << 20
 # What the ledger and the plan do not know of: each block is rounded up.
 _MARGIN_SHARE = 128
 
@@ -169,7 +169,7 @@ class CudaMemory:
             yield
             return
         found = False
-        if nbytes + _ROUNDING_BYTES <= self._budget - allocated:
+        if nbytes + ROUNDING_BYTES <= self._budget - allocated:
             found = self._finds(nbytes)
             if not found:
                 with self._moved_to(allocated + nbytes + _ENDS_BYTES):
