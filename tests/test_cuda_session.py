@@ -185,7 +185,7 @@ def test_a_backward_pass_on_another_thread_leaves_nothing_behind(fakes: Callable
             found.append(float(loss.detach()))
             if session is not None:
                 del loss
-                session._executor._come_here()
+                session._executor.come_here()
                 session._pool.land()
                 session._pool.make_room(1 << 60)
                 assert not list(session._pool.entries())

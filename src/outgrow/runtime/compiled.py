@@ -7,7 +7,6 @@ allocator counts; and room for that is made before, forward and backward, by wha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,16 +19,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from outgrow.errors import DeviceOutOfMemory
 from outgrow.runtime.care import Need
 from outgrow.runtime.convolutions import Convolutions
-from outgrow.runtime.copies.streams import Event
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
+from outgrow.runtime.recording import Recording
+from outgrow.runtime.room import Room
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.watch import Watch
 from outgrow.tracing.compiled import COMPILED, eagerly, place_of
 from outgrow.tracing.ledger import Ledger
-from outgrow.tracing.ops import OpFacts, outputs_of, tensors_in, tensors_within
+from outgrow.tracing.ops import outputs_of, tensors_in, tensors_within
 from outgrow.tracing.probe import probing
-from outgrow.tracing.recorder import Recorder
 
 _NODE = "CompiledFunctionBackward"  # of PyTorch's AOTAutograd
 
@@ -45,8 +44,6 @@ class _Visit:
     before_bytes: int
     highest_bytes: int  # live bytes, as far as is known before it is over
     own_bytes: int  # how far it lifts them for certain, beside what comes back meanwhile
-    began: float
-    mark: Event | None
     stack: ExitStack
     opened: int | None = None  # the op in the recorder
     arrived_bytes: int = 0  # of saved values that came back meanwhile
@@ -54,26 +51,13 @@ class _Visit:
 
 
 class Host(Protocol):
-    """The step in which compiled code runs, as far as that has to do with it."""
+    """The step in which compiled code runs."""
 
-    def prepare_for(self, facts: OpFacts, need: Need) -> None:
-        """Make room for an op on the thread that calls."""
+    def come_here(self) -> None:
+        """The step goes on on the calling thread."""
 
-    def hold_back(self, nbytes: int) -> None:
-        """Keep so much of the budget from what comes back, for what is to run then (less, if negative)."""
-
-    def rose_to(self, nbytes: int, *, measured: bool) -> None:
-        """Live bytes came to this, or no higher.
-
-        Raises:
-            BudgetTooSmall: they were measured, and are more than the budget has.
-        """
-
-    def begin_op(self) -> Event | None:
-        """A recorded op begins: the device's mark, if it has a clock of its own."""
-
-    def end_op(self, began: Event | None) -> None:
-        """It is over."""
+    def came_to(self, live_bytes: int) -> None:
+        """There are, or were, so many live bytes."""
 
 
 class CompiledCode:
@@ -86,6 +70,7 @@ class CompiledCode:
         memory: DeviceMemory,
         fast_path: FastPath,
         convolutions: Convolutions,
+        room: Room,
         host: Host,
     ) -> None:
         self._modules = modules
@@ -93,14 +78,14 @@ class CompiledCode:
         self._memory = memory
         self._fast = fast_path
         self._convolutions = convolutions
+        self._room = room
         self._host = host
         self._rises: dict[Hashable, int] = {}
         self._guesses: dict[Hashable, int] = {}  # of code that is like such as was seen
         self._wants: dict[Hashable, int] = {}  # what came back for it
         self._tried: set[Hashable] = set()
-        self._budget = 0
         self._watch: Watch | None = None
-        self._recorder: Recorder | None = None
+        self._recording: Recording | None = None
         self._visit: _Visit | None = None
 
     def __bool__(self) -> bool:
@@ -116,13 +101,13 @@ class CompiledCode:
         return self._visit is not None
 
     @contextmanager
-    def around(self, watch: Watch, recorder: Recorder | None, budget_bytes: int) -> Iterator[None]:
+    def around(self, watch: Watch, recording: Recording | None) -> Iterator[None]:
         """Inside is a step that `watch` watches."""
         if not self:
             with eagerly(self._modules):
                 yield
             return
-        self._watch, self._recorder, self._budget = watch, recorder, budget_bytes
+        self._watch, self._recording = watch, recording
         places = [(module, place_of(module)) for module in self._modules]
         before = [(module, place, getattr(module, place)) for module, place in places if place]
         for module, place, run in before:
@@ -133,7 +118,7 @@ class CompiledCode:
             for module, place, run in before:
                 setattr(module, place, run)
             self._abort()
-            self._watch = self._recorder = None
+            self._watch = self._recording = None
 
     def end(self) -> None:
         """The step is over."""
@@ -170,8 +155,8 @@ class CompiledCode:
         key = (id(module), *alike, _others(args), _others(tuple(kwargs.values())))
         with torch._C._DisableTorchDispatch():
             visit = self._enter(key, alike, torch._C._current_graph_task_id())
-            if self._recorder is not None:
-                visit.opened = self._recorder.open_op(COMPILED, inputs, module)
+            if self._recording is not None:
+                visit.opened = self._recording.recorder.open_op(COMPILED, inputs, module)
         try:
             with _without(watch):
                 result = run(*args, **kwargs)
@@ -212,10 +197,12 @@ class CompiledCode:
         """Compiled code is about to run. Where nobody has seen any such before, all leaves for it that can."""
         known = self._rises.get(key)
         if known is None:
-            need = Need(0, self._guesses.get(alike, self._budget), measured=False)
+            need = Need(0, self._guesses.get(alike, self._room.budget_bytes), measured=False)
         else:
             need = Need(known, known, measured=True, seen=True)
-        self._host.prepare_for(COMPILED, need)
+        self._host.come_here()
+        self._room.where = COMPILED.name
+        self._room.prepare(need, COMPILED.name)
         self._fast.number += 1
         with ExitStack() as stack:
             if known is None:
@@ -224,9 +211,10 @@ class CompiledCode:
                 stack.enter_context(self._memory.gate(known + self._wants[key]))
             stack.enter_context(self._convolutions.aside())
             stack.enter_context(self._fast.paused())
-            self._host.hold_back(need.certain_bytes)
-            stack.callback(self._host.hold_back, -need.certain_bytes)
-            mark = None if self._recorder is None else self._host.begin_op()
+            self._room.hold_back(need.certain_bytes)
+            stack.callback(self._room.hold_back, -need.certain_bytes)
+            if self._recording is not None:
+                self._recording.begin()
             before = self._ledger.live_bytes
             stack_of_visit = ExitStack()
             visit = _Visit(
@@ -237,8 +225,6 @@ class CompiledCode:
                 before_bytes=before,
                 highest_bytes=before + need.certain_bytes,
                 own_bytes=need.certain_bytes,
-                began=time.perf_counter(),
-                mark=mark,
                 stack=stack_of_visit,
             )
             if known is None and self._fast.most_bytes is None:
@@ -265,20 +251,23 @@ class CompiledCode:
             self._rises[visit.key] = max(self._rises.get(visit.key, 0), visit.own_bytes)
             self._wants[visit.key] = max(self._wants.get(visit.key, 0), visit.arrived_bytes)
         self._note(visit, inputs, outputs)
-        self._memory.count(self._budget)
+        self._memory.count(self._room.budget_bytes)
         highest = max(visit.highest_bytes, self._ledger.live_bytes)
-        self._host.rose_to(highest, measured=visit.is_new and is_sure)
+        self._host.came_to(highest)
+        if visit.is_new and is_sure:  # measured at first sight, when all had left that can
+            self._room.check(highest, COMPILED.name)
 
     def _note(self, visit: _Visit, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Have the recorder know of it."""
-        if self._recorder is None:
+        recording = self._recording
+        if recording is None:
             return
-        self._host.end_op(visit.mark)
-        rise, seconds = visit.own_bytes, time.perf_counter() - visit.began
+        seconds, rise, recorder = recording.end(), visit.own_bytes, recording.recorder
         if visit.opened is not None:
-            self._recorder.close_op(visit.opened, outputs, rise_bytes=rise, seconds=seconds)
+            recorder.close_op(visit.opened, outputs, rise_bytes=rise, seconds=seconds)
         else:
-            self._recorder.op(None, COMPILED, (), {}, inputs, outputs, outputs, rise_bytes=rise, seconds=seconds)
+            recorder.op(None, COMPILED, (), {}, inputs, outputs, outputs, rise_bytes=rise, seconds=seconds)
+        recording.leave()
 
     def _abort(self) -> None:
         """It has failed."""

@@ -25,21 +25,22 @@ from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.calls import Calls
 from outgrow.runtime.care import NOTHING, Need, OpNeeds
-from outgrow.runtime.clock import DeviceClock, Span
+from outgrow.runtime.clock import DeviceClock
 from outgrow.runtime.compiled import CompiledCode
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.copies.copy import Copies
-from outgrow.runtime.copies.streams import Event as Mark
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.follower import Follower
-from outgrow.runtime.handles import Handle, node_that_unpacks
+from outgrow.runtime.handles import Handle
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Recomputer, Verdicts
+from outgrow.runtime.recording import Recording
 from outgrow.runtime.reuse import Reuser
+from outgrow.runtime.room import Room
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.watch import Watch
 from outgrow.tracing.ir import Event, Kind
@@ -49,8 +50,6 @@ from outgrow.tracing.recorder import Recorder, accumulates_gradient
 
 _LOG = logging.getLogger(__name__)
 
-# Below this an op is too small to be worth a look at the resident set.
-_LARGE_RISE_BYTES = 256 << 10
 # Where ops are not watched, the resident set is looked at every so many saved tensors.
 _PACKS_PER_LOOK = 8
 
@@ -88,8 +87,7 @@ class Executor:
         self._is_counted = memory.is_counted
         self._pool = pool
         self._memory = memory
-        self._budget = budget_bytes
-        self._too_small = too_small
+        self._room = room = Room(budget_bytes, ledger, pool, memory, self._fast, too_small)
         self._convolutions = Convolutions() if convolutions is None else convolutions
         self._needs = OpNeeds(
             ledger.device_type,
@@ -102,16 +100,17 @@ class Executor:
         self._kinds: Mapping[int, Kind] = {}
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again, clock)
         self._reuser = Reuser(ledger, pool)
-        self._parking = Parking(ledger, pool, copies, memory, self._make_room, self._run_inside, gradients)
+        self._parking = Parking(ledger, pool, copies, memory, room.make, self._run_inside, gradients)
         pool.parked = self._parking
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
-        self._compiled = CompiledCode(compiled, ledger, memory, self._fast, self._convolutions, self)
+        room.ask(self._parking, self._demand)
+        self._compiled = CompiledCode(compiled, ledger, memory, self._fast, self._convolutions, room, self)
         # A compiler looks at all that compiled code calls. Imported here, as an optimizer has done that already.
         from torch._dynamo.decorators import skip
 
         skip(Executor.pack)
         self._follower = Follower(pool, self._parking, self._recomputer, self._reuser, self._demand)
-        self._recorder: Recorder | None = None
+        self._recording: Recording | None = None
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
         self._released_elsewhere: deque[Handle] = deque()
@@ -139,17 +138,18 @@ class Executor:
         self._thread = threading.get_ident()
         self._ledger.work_here()
         self._kinds = kinds
-        self._recorder = recorder
         # A recorded step runs the plain ops: it does not fit by itself where its plan counts on others. And every op
         # of it is seen, views too.
         counts_on_more = not self._changes_threads and (plan is None or bool(plan.parks or plan.reuses))
         # Compiled code reads and writes what nobody sees.
         on_demand = watch and recorder is not None and counts_on_more and not self._compiled
+        if recorder is not None:
+            self._recording = Recording(recorder, self._ledger, self._clock, self._lost_seconds)
         self._reset(plan, verdicts, on_demand=on_demand, is_foreign=is_foreign)
         self._epoch += 1
         # Where the cache decides it keeps to what plans keep to.
         decides = recorder is not None or plan is None or plan.evicts
-        self._pool.aim_bytes = self._budget - (self._memory.margin_bytes if decides else 0)
+        self._room.begin(keeps_margin=decides, counts_always=recorder is not None)
         self._watched = watch
         self._modes = _len_torch_dispatch_stack()
         self._pool.reset_counters()
@@ -160,7 +160,7 @@ class Executor:
         may_open = again and watch and not self._convolutions.searches
         self._memory.begin_step(planned=plan is not None, again=may_open)
         if self._is_counted:
-            self._memory.count(self._budget)
+            self._memory.count(self._room.budget_bytes)
             self._calls.begin()
         if self._clock is not None:
             self._clock.begin()
@@ -170,42 +170,43 @@ class Executor:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             if watch:
                 stack.enter_context(mode := Watch(self, self._table))
-                stack.enter_context(self._compiled.around(mode, recorder, self._budget))
+                stack.enter_context(self._compiled.around(mode, self._recording))
             if self._parking.on:
                 stack.enter_context(Access(self._parking))
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
             self._fast.begin(None if cares_for_all else plan, self._modes + 1, is_open=self._memory.is_open)
             self._fast.passes_writes = not (self._recomputer.on or self._pool.dropped or self._parking.on)
             self._stack = stack.pop_all()
-        self._started = self._left_at = time.perf_counter()
-        self._left_lost = 0.0
+        self._started = time.perf_counter()
+        if self._recording is not None:
+            self._recording.leave()
 
     def end(self) -> StepOutcome:
         """Take hooks and mode off and say what was measured."""
         assert self._stack is not None
         if self._changes_threads:
-            self._come_here()
+            self.come_here()
         self._compiled.end()
         if self._follower.on and not self._follower.done:
             _LOG.info("fallback: the step ended early, %s", self._follower.where_next())
         try:
             with torch._C.DisableTorchFunction():
                 self._parking.end()
-            self._came_to(self._ledger.live_bytes)
+            self.came_to(self._ledger.live_bytes)
             if self._fast.peak_bytes > self._peak:
                 self._peak, self._leaving_at_peak = self._fast.peak_bytes, self._pool.most_leaving_bytes
             seconds = time.perf_counter() - self._started
             stall_seconds = self._pool.stall_seconds
             recompute_seconds = self._recomputer.seconds + self._parking.remake_seconds
             times = None if self._clock is None else self._clock.end(self._recomputer.spans)
-            if self._clock is not None and times is not None and self._recorder is not None:
+            recording = self._recording
+            if times is not None and recording is not None:
                 seconds, stall_seconds, recompute_seconds = times.read()
-                self._recorder.set_times(self._clock.seconds(self._op_spans))
+                recording.set_times()
                 times = None
-            if self._is_counted and self._recorder is not None:
-                self._memory.count(self._budget)
-                lasting = self._ledger.unseen_bytes
-                self._recorder.add_beside([max(0, unseen - lasting) for unseen in self._unseen])
+            if self._is_counted and recording is not None:
+                self._memory.count(self._room.budget_bytes)
+                recording.add_beside()
         except BaseException:
             self._close_stack()
             self._reset(None)
@@ -248,7 +249,7 @@ class Executor:
         self._stack.close()
         self._stack = None
         self._memory.end_step()
-        self._recorder = None
+        self._recording = None
         self._ledger.on_death = None
 
     def _reset(
@@ -265,16 +266,12 @@ class Executor:
         self._blind = False
         self._peak = self._leaving_at_peak = 0
         self._watched = False
-        self._where = ""
-        self._unseen: list[int] = []
         self._beside_compiler = False  # compiled code calls
-        self._held_back = 0  # of the budget, for compiled code that is about to run
-        self._op_spans: list[Span | None] = []
         self._follower.begin(plan)
         verdicts = verdicts or Verdicts()
         self._recomputer.begin(plan, self._kinds, verdicts)
         self._reuser.begin(plan, self._kinds)
-        recorded = self._recorder is not None
+        recorded = self._recording is not None
         self._parking.begin(
             plan, self._kinds, verdicts, on_demand=on_demand, recorded=recorded, is_foreign=is_foreign
         )
@@ -287,7 +284,7 @@ class Executor:
 
     # --- the clock ---
 
-    def _come_here(self) -> None:
+    def come_here(self) -> None:
         """The training goes on on the calling thread, which has to see what was freed on the other one."""
         here = threading.get_ident()
         if here != self._thread:
@@ -310,16 +307,15 @@ class Executor:
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
         if self._changes_threads:
-            self._come_here()
+            self.come_here()
         while self._released_elsewhere:
             self.released(self._released_elsewhere.popleft())
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             handle = Handle(self, tensor, self._epoch, self._numbers)
             self._numbers += 1
             record = self._ledger.see(tensor) if _is_plain(tensor) else None
-            recorder = self._recorder
-            if recorder is not None:
-                handle.recorded = recorder.packed(record, handle.nbytes)
+            if self._recording is not None:
+                handle.recorded = self._recording.recorder.packed(record, handle.nbytes)
             entry: Entry | None = None
             strays = self._clock is not None and self._clock.strays()
             if strays or record is None or record.serial in self._kinds or (tensor.is_leaf and tensor.requires_grad):
@@ -346,11 +342,11 @@ class Executor:
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
         if self._changes_threads:
-            self._come_here()
+            self.come_here()
         handle.check_version()
         this_step = handle.epoch == self._epoch
-        if self._recorder is not None and this_step:
-            self._recorder.unpacked(handle.recorded)
+        if self._recording is not None and this_step:
+            self._recording.recorder.unpacked(handle.recorded)
         with torch._C._DisableTorchDispatch():
             entry = handle.entry
             if entry is None:
@@ -360,17 +356,16 @@ class Executor:
                 if this_step:
                     self._advance(Event.UNPACK, handle, None)
                 return handle.tensor
-            self._where = ""  # names of nodes take time: asked for where somebody reads them
-            storage = self._pool.request(entry, self._make_room)
+            self._room.where = ""  # names of nodes take time: asked for where somebody reads them
+            storage = self._pool.request(entry, self._room.make)
             if self._demand.on:
                 self._demand.touched(entry.record)
-            self._came_to(self._ledger.live_bytes)
+            self.came_to(self._ledger.live_bytes)
             if this_step:
                 self._advance(Event.UNPACK, handle, entry)
             self._pool.wait_in(entry)
             tensor = handle.rebuild(storage)
-            if self._held_back:  # what came back by the plan meanwhile may have taken what compiled code is to get
-                self._make_room(0)
+            self._room.fill_up()
             return tensor
 
     def released(self, handle: Handle) -> None:
@@ -378,8 +373,8 @@ class Executor:
         if threading.get_ident() != self._thread:  # garbage collection runs on any thread
             self._released_elsewhere.append(handle)
             return
-        if self._recorder is not None and handle.epoch == self._epoch and handle.recorded >= 0:
-            self._recorder.released(handle.recorded)
+        if self._recording is not None and handle.epoch == self._epoch and handle.recorded >= 0:
+            self._recording.recorder.released(handle.recorded)
         if handle.entry is not None:
             self._pool.drop(handle.entry)
         elif handle.record is not None:
@@ -388,15 +383,15 @@ class Executor:
     def arrived(self, entry: Entry) -> None:
         """The pool gave a value new memory."""
         self._compiled.arrived(entry.nbytes)
-        if self._recorder is not None and entry.epoch == self._epoch:
-            self._recorder.came_back(entry.saved_index, entry.record)
+        if self._recording is not None and entry.epoch == self._epoch:
+            self._recording.recorder.came_back(entry.saved_index, entry.record)
 
     def _advance(self, event: Event, handle: Handle, entry: Entry | None) -> None:
         """One tick: what the plan puts there is started, and a step that is not the plan's leaves it."""
         if not self._follower.on:
             return
         if self._follower.advance(event, handle, entry):
-            self._came_to(self._ledger.live_bytes)
+            self.came_to(self._ledger.live_bytes)
             if self._follower.done:
                 self._free_writes()
         else:
@@ -414,7 +409,7 @@ class Executor:
 
     def _fetch(self, entry: Entry) -> torch.UntypedStorage:
         """A source of a recipe."""
-        storage = self._pool.request(entry, self._make_room)
+        storage = self._pool.request(entry, self._room.make)
         self._pool.wait_in(entry)
         return storage
 
@@ -428,16 +423,16 @@ class Executor:
         """Run one op of ours inside the pool's care."""
         facts = self._table[func]
         signature, need = self._needs.before(func, facts, args, kwargs)
-        self._prepare(facts, need)
+        self._room.prepare(need, facts.name)
         before = self._ledger.live_bytes
         result, rise = self._calls.call(func, facts, args, kwargs, need)
         rise = self._rise_of(signature, need, rise)
         for tensor in outputs_of(result):
             self._ledger.see(tensor)
-        self._came_to(max(before + rise, self._ledger.live_bytes))
+        self.came_to(max(before + rise, self._ledger.live_bytes))
         return result
 
-    def _came_to(self, live_bytes: int) -> None:
+    def came_to(self, live_bytes: int) -> None:
         """There are, or were, so many live bytes."""
         if live_bytes > self._peak:
             self._peak, self._leaving_at_peak = live_bytes, self._pool.leaving_bytes
@@ -453,52 +448,6 @@ class Executor:
         if not (need.depends_on_data or need.is_open):  # what these need is never known
             self._fast.was_measured()
         return measured
-
-    def _prepare(self, facts: OpFacts, need: Need) -> None:
-        """Make room for an op in the budget and in the resident set."""
-        self._fast.hear()
-        if self._parking.busy:
-            self._parking.land()
-        if self._is_counted:
-            self._memory.count(need.likely_bytes if self._recorder is None else self._budget)
-        if self._ledger.live_bytes + need.likely_bytes > self._pool.aim_bytes:
-            self._where = facts.name
-            self._make_room(need.likely_bytes, need.certain_bytes)
-        else:
-            self._pool.land()
-        if need.likely_bytes >= _LARGE_RISE_BYTES:
-            self._memory.make_room(need.likely_bytes)
-
-    # --- compiled code ---
-
-    def prepare_for(self, facts: OpFacts, need: Need) -> None:
-        """Make room for an op that is not run here."""
-        if self._changes_threads:
-            self._come_here()
-        self._where = facts.name
-        self._prepare(facts, need)
-
-    def hold_back(self, nbytes: int) -> None:
-        """What comes back from here on leaves so much free for what is to run then."""
-        self._pool.aim_bytes -= nbytes
-        self._held_back += nbytes
-
-    def rose_to(self, nbytes: int, *, measured: bool) -> None:
-        """Live bytes came to this, or no higher: they are measured at first sight, when all has left that can."""
-        self._came_to(nbytes)
-        if measured and nbytes > self._budget:
-            raise self._too_small(nbytes, self._where)
-
-    def begin_op(self) -> Mark | None:
-        """A recorded op begins that is not run here."""
-        self._unseen.append(self._ledger.unseen_bytes)
-        return None if self._clock is None else self._clock.mark_alone()
-
-    def end_op(self, began: Mark | None) -> None:
-        """It is over."""
-        if self._clock is not None:
-            self._op_spans.append(None if began is None else (began, self._clock.mark()))
-        self._left_at, self._left_lost = time.perf_counter(), self._lost_seconds
 
     # --- leaving the plan ---
 
@@ -519,18 +468,17 @@ class Executor:
             return
         self._watched = True
         self._stack.enter_context(mode := Watch(self, self._table))
-        self._stack.enter_context(self._compiled.around(mode, None, self._budget))
+        self._stack.enter_context(self._compiled.around(mode, None))
 
     # --- the ops ---
 
     def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op inside the pool's care."""
         if self._changes_threads:
-            self._come_here()
-        fast, recorder = self._fast, self._recorder
-        if recorder is not None:
-            # The program's own time since the last op; what our copies and recipes took is no cost of the step.
-            own = max(0.0, time.perf_counter() - self._left_at - (self._lost_seconds - self._left_lost))
+            self.come_here()
+        fast, recording = self._fast, self._recording
+        if recording is not None:
+            recording.reach()
         # Before anything of ours holds the arguments: it counts who refers to them.
         number = fast.number
         is_free = self._reuser.on and self._reuser.may_write_over(number, facts.name, args)
@@ -541,7 +489,7 @@ class Executor:
             see(tensor)
         if ledger.hidden_bytes and ledger.newest > known and _is_of_reducer():
             ledger.show_hidden(known)
-        self._where = facts.name
+        self._room.where = facts.name
         if self._demand.on:
             self._demand.before(facts, inputs)
         if parking.busy:
@@ -557,10 +505,10 @@ class Executor:
         signature, need = self._needs.before(func, facts, args, kwargs)
         is_free = is_free and contents is None
         # A recorded step runs the plain ops: their trace is that of the plain step.
-        reuses = is_free and recorder is None and self._reuser.is_proved(signature)
+        reuses = is_free and recording is None and self._reuser.is_proved(signature)
         if reuses:
             need = NOTHING
-        self._prepare(facts, need)
+        self._room.prepare(need, facts.name)
         written: list[StorageRecord] = []
         if facts.writes and not fast.passes_writes:
             self._free_writes()
@@ -573,24 +521,20 @@ class Executor:
                 if parking.busy:
                     parking.before_write(record)
                 self._pool.written(record)
-        before, unseen = ledger.live_bytes, ledger.unseen_bytes
-        clock = self._clock if recorder is not None and not facts.is_view else None
-        began = None if clock is None else clock.mark_alone()
-        if recorder is not None:
-            started = time.perf_counter()
+        before = ledger.live_bytes
+        if recording is not None:
+            recording.begin(is_timed=not facts.is_view)
         if reuses:
             result, rise = self._reuser.write_over(func, args, kwargs), 0
         else:
             result, measured = self._calls.call(func, facts, args, kwargs, need)
             rise = self._rise_of(signature, need, measured)
-            began = self._convolutions.settled(facts) or began
-            if measured is not None and before + rise > self._budget and self._calls.wants_gate(facts):
-                # A library was given what it wanted, as nobody knew how much it was: more than the budget has.
-                raise self._too_small(before + rise, facts.name)
-        if recorder is not None:
-            seconds = time.perf_counter() - started
-            if self._clock is not None:  # else the device is done with it
-                self._op_spans.append(None if clock is None or began is None else (began, clock.mark()))
+            if recording is not None:
+                recording.begin_anew(self._convolutions.settled(facts))
+            if measured is not None and self._calls.wants_gate(facts):  # a library was given what it wanted
+                self._room.check(before + rise, facts.name)
+        if recording is not None:
+            recording.end()
         if is_free and not reuses:
             self._reuser.prove(signature, func, args, kwargs, result)
         outputs = outputs_of(result)
@@ -614,24 +558,11 @@ class Executor:
                 fast.needs_no_care(number, rise, gated=self._calls.wants_gate(facts))
             elif fast.passes_writes and not any(map(self._pool.has_place_in, written)):
                 fast.needs_no_care(number, rise, writes=True)
-        self._came_to(max(before + rise, ledger.live_bytes))
-        if recorder is not None:
-            self._unseen.append(unseen)
-            recorder.op(
-                func,
-                facts,
-                args,
-                kwargs,
-                inputs,
-                outputs,
-                result,
-                rise_bytes=rise,
-                seconds=seconds + own,
-            )
-            self._left_at, self._left_lost = time.perf_counter(), self._lost_seconds
+        self.came_to(max(before + rise, ledger.live_bytes))
+        if recording is not None:
+            recording.tell(func, facts, args, kwargs, inputs, outputs, result, rise_bytes=rise)
         return result
 
-    @property
     def _lost_seconds(self) -> float:
         """Time that this step would not have taken in plain PyTorch."""
         return self._pool.stall_seconds + self._recomputer.seconds + self._parking.remake_seconds
@@ -646,7 +577,7 @@ class Executor:
         """The same for `detach`, which looks at nothing, if nobody wants to see it."""
         if self._compiled.is_inside:
             return True
-        if self._recorder is not None or self.parks:
+        if self._recording is not None or self.parks:
             return False
         self._fast.pass_view()
         return True
@@ -664,22 +595,7 @@ class Executor:
     @property
     def records(self) -> bool:
         """Whether a recorder wants to see every op, views too."""
-        return self._recorder is not None
-
-    def _make_room(self, likely: int, certain: int | None = None) -> None:
-        certain = likely if certain is None else certain
-        if self._parking.busy:
-            self._parking.wait_for_room(likely)
-        budget = self._budget - self._held_back
-        if self._pool.make_room(likely) or self._ledger.live_bytes + likely <= budget:
-            return
-        if self._parking.busy:
-            self._parking.send_back(likely)
-        if self._demand.on:
-            self._demand.make_room(likely)
-        if self._ledger.live_bytes + certain > budget:
-            where = self._where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
-            raise self._too_small(self._ledger.live_bytes + certain + self._held_back, where)
+        return self._recording is not None
 
 
 def _is_of_reducer() -> bool:

@@ -1,0 +1,126 @@
+"""Sees to it that what is about to be made fits: in the budget, and in what the process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outgrow.runtime.care import Need
+from outgrow.runtime.demand import Demand
+from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.handles import node_that_unpacks
+from outgrow.runtime.parking import Parking
+from outgrow.runtime.pool import Pool
+from outgrow.runtime.tiers.memory import DeviceMemory
+from outgrow.tracing.ledger import Ledger
+
+# Below this an op is too small to be worth a look at the resident set.
+_LARGE_RISE_BYTES = 256 << 10
+
+
+class Room:
+    """The room of a step.
+
+    Saved values leave for it first; then what is back from its park before its time; then, where nothing is known of
+    the step, what was not touched for longest.
+
+    Attributes:
+        budget_bytes: what live bytes never pass.
+        where: the op that runs, for errors; "" where autograd unpacks.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        ledger: Ledger,
+        pool: Pool,
+        memory: DeviceMemory,
+        fast_path: FastPath,
+        too_small: Callable[[int, str], Exception],
+    ) -> None:
+        """`too_small` makes the error for an op at which so many bytes are needed at least."""
+        self.budget_bytes = budget_bytes
+        self._ledger = ledger
+        self._pool = pool
+        self._memory = memory
+        self._fast = fast_path
+        self._too_small = too_small
+        self._is_counted = memory.is_counted
+        self._parking: Parking | None = None
+        self._demand: Demand | None = None
+        self.begin(keeps_margin=False, counts_always=False)
+
+    def ask(self, parking: Parking, demand: Demand) -> None:
+        """From here on these are asked for room, too; they need some themselves."""
+        self._parking, self._demand = parking, demand
+
+    def begin(self, *, keeps_margin: bool, counts_always: bool) -> None:
+        """A step begins.
+
+        `keeps_margin`: the margin of the device's memory is left free where it can be. `counts_always`: memory in use
+        is counted before each op, not only where it may be short.
+        """
+        self.where = ""
+        self._held_back = 0  # of the budget, for what is to run
+        self._counts_always = counts_always
+        self._pool.aim_bytes = self.budget_bytes - (self._memory.margin_bytes if keeps_margin else 0)
+
+    def prepare(self, need: Need, where: str) -> None:
+        """Make room for an op, named `where`, in the budget and in the resident set.
+
+        Raises:
+            BudgetTooSmall: the budget has no room for what the op takes for certain.
+        """
+        self._fast.hear()
+        if self._parking is not None and self._parking.busy:
+            self._parking.land()
+        if self._is_counted:
+            self._memory.count(self.budget_bytes if self._counts_always else need.likely_bytes)
+        if self._ledger.live_bytes + need.likely_bytes > self._pool.aim_bytes:
+            self.where = where
+            self.make(need.likely_bytes, need.certain_bytes)
+        else:
+            self._pool.land()
+        if need.likely_bytes >= _LARGE_RISE_BYTES:
+            self._memory.make_room(need.likely_bytes)
+
+    def make(self, likely_bytes: int, certain_bytes: int | None = None) -> None:
+        """Have what can leave do so until `likely_bytes` fit.
+
+        Raises:
+            BudgetTooSmall: not even `certain_bytes` do (None: as many).
+        """
+        parking, demand = self._parking, self._demand
+        assert parking is not None
+        assert demand is not None
+        certain_bytes = likely_bytes if certain_bytes is None else certain_bytes
+        if parking.busy:
+            parking.wait_for_room(likely_bytes)
+        budget = self.budget_bytes - self._held_back
+        if self._pool.make_room(likely_bytes) or self._ledger.live_bytes + likely_bytes <= budget:
+            return
+        if parking.busy:
+            parking.send_back(likely_bytes)
+        if demand.on:
+            demand.make_room(likely_bytes)
+        if self._ledger.live_bytes + certain_bytes > budget:
+            where = self.where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
+            raise self._too_small(self._ledger.live_bytes + certain_bytes + self._held_back, where)
+
+    def hold_back(self, nbytes: int) -> None:
+        """What comes back from here on leaves so much free for what is to run then (less, if negative)."""
+        self._pool.aim_bytes -= nbytes
+        self._held_back += nbytes
+
+    def fill_up(self) -> None:
+        """What came back by the plan may have taken what was held back: make room for that again."""
+        if self._held_back:
+            self.make(0)
+
+    def check(self, live_bytes: int, where: str) -> None:
+        """Live bytes were measured, at an op that nobody could make room for as it was not known.
+
+        Raises:
+            BudgetTooSmall: they are more than the budget has.
+        """
+        if live_bytes > self.budget_bytes:
+            raise self._too_small(live_bytes, where)
