@@ -86,19 +86,20 @@ class OpNeeds:
         if known is not None and not known.seen:
             self._needs[signature] = replace(known, seen=True)
 
-    def measured(self, signature: Hashable, rise_bytes: int) -> None:
-        """Remember what a call was seen to need."""
+    def measured(self, signature: Hashable, rise_bytes: int) -> bool:
+        """Remember what a call was seen to need; whether that will do for others like it, from the next one on."""
         known = self._needs.get(signature)
         if known is not None and known.is_open:
-            return
-        if self._searched_convolutions and signature not in self._searched and _is_convolution(signature):
-            self._searched.add(signature)
-            return
+            return False
         if known is not None and known.depends_on_data:
             most = max(known.likely_bytes, rise_bytes)
             self._needs[signature] = Need(0, most, measured=False, depends_on_data=True, seen=True)
+            return False
+        if self._searched_convolutions and signature not in self._searched and _is_convolution(signature):
+            self._searched.add(signature)
         elif signature is not None:
             self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True, seen=True)
+        return True
 
 
 def _is_convolution(signature: Hashable) -> bool:

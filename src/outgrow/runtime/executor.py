@@ -444,8 +444,7 @@ class Executor:
                 self._needs.ran(signature)
             self._blind = self._blind or not need.measured
             return need.likely_bytes
-        self._needs.measured(signature, measured)
-        if not (need.depends_on_data or need.is_open):  # what these need is never known
+        if self._needs.measured(signature, measured):
             self._fast.was_measured()
         return measured
 
