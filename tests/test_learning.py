@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -199,6 +200,46 @@ def test_a_program_that_keeps_something_of_each_step_is_not_recorded_for_ever() 
             kept[:] = [out.detach()]
             replans.append(session.summary().replans)
     assert replans[-1] == replans[2]
+
+
+@pytest.mark.parametrize("clears", ["in the step", "after it", "at its start", "after each second one"])
+def test_gradients_are_counted_once_wherever_a_program_clears_them(clears: str) -> None:
+    """Of 72 MiB at the peak 24 are gradients. A budget has room for them once."""
+    budget = 84 << 20
+
+    def train(
+        session: outgrow.Session | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[float]:
+        losses = []
+        for k in range(6):
+            with nullcontext() if session is None else session.step():
+                if clears == "at its start":
+                    optimizer.zero_grad()
+                loss = model(torch.randn(512, 1024, generator=torch.Generator().manual_seed(k))).square().mean()
+                loss.backward()
+                if clears != "after each second one" or k % 2:
+                    optimizer.step()
+                if clears == "in the step":
+                    optimizer.zero_grad()
+            if clears == "after it" or (clears == "after each second one" and k % 2):
+                optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]
+        model = torch.nn.Sequential(*layers)
+        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    plain = train(None, *make())
+    model, optimizer = make()
+    with outgrow.Session(model, optimizer, budget=budget) as session:
+        assert train(session, model, optimizer) == plain
+        assert max(summary.measured_peak_bytes for summary in session.history) <= budget
+        plan = session.plan
+    assert plan is not None
+    assert plan.problem.base_bytes < 2 << 20
 
 
 def test_after_a_search_that_found_nothing_better_the_next_waits_for_a_larger_change(trace: outgrow.Trace) -> None:

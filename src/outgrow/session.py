@@ -421,7 +421,7 @@ class Session:
         start = time.perf_counter()
         trace = with_lasting_state(trace)
         # What else was made in this step and stays is there from now on.
-        base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1))
+        base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1) - self._bytes_of_new_gradients(trace))
         # Blocks in use are larger than what lies in them, never by quite as much.
         jitter = self.budget_bytes // _JITTER_SHARE if self._memory.is_counted else 0
         # A program that keeps something of each step until the next one has as much there all the time.
@@ -445,6 +445,15 @@ class Session:
             self._replans += 1
             _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
         self._kinds.learnt(known)
+
+    def _bytes_of_new_gradients(self, trace: Trace) -> int:
+        """Bytes of gradients that the step of a trace made and that are still there.
+
+        The next step makes them anew, or finds them and is another one than this: programs clear them when they like.
+        """
+        births = trace.storage_births
+        made = {value.storage for value in trace.values if value.kind is Kind.GRADIENT and births[value.storage] >= 0}
+        return sum(record.nbytes for record in self._ledger.alive() if record.serial in made)
 
     def _measured_hardware(self) -> Hardware:
         """This machine, with the speeds of copies as those of the session were measured so far."""

@@ -31,6 +31,8 @@ from outgrow.tracing.ops import outputs_of, tensors_in, tensors_within
 from outgrow.tracing.probe import probing
 
 _NODE = "CompiledFunctionBackward"  # of PyTorch's AOTAutograd
+# With more calls than this that differ, a program may go on making new ones for ever.
+_MOST_CALLS = 1 << 14
 
 
 @dataclass
@@ -195,11 +197,13 @@ class CompiledCode:
 
     def _enter(self, key: Hashable, alike: Hashable, task: int) -> _Visit:
         """Compiled code is about to run. Where nobody has seen any such before, all leaves for it that can."""
-        known = self._rises.get(key)
-        if known is None:
-            need = Need(0, self._guesses.get(alike, self._room.budget_bytes), measured=False)
-        else:
+        known, guess = self._rises.get(key), self._guesses.get(alike)
+        if known is not None:
             need = Need(known, known, measured=True, seen=True)
+        elif guess is None or key in self._tried:  # this run is measured: the budget has to have room for that alone
+            need = Need(0, self._room.budget_bytes, measured=False)
+        else:
+            need = Need(0, guess, measured=False)
         self._host.come_here()
         self._room.where = COMPILED.name
         self._room.prepare(need, COMPILED.name)
@@ -211,8 +215,7 @@ class CompiledCode:
                 stack.enter_context(self._memory.gate(known + self._wants[key]))
             stack.enter_context(self._convolutions.aside())
             stack.enter_context(self._fast.paused())
-            self._room.hold_back(need.certain_bytes)
-            stack.callback(self._room.hold_back, -need.certain_bytes)
+            stack.enter_context(self._room.holding_back(known or guess or 0, is_certain=known is not None))
             if self._recording is not None:
                 self._recording.begin()
             before = self._ledger.live_bytes
@@ -246,6 +249,10 @@ class CompiledCode:
             self._guesses[visit.alike] = visit.own_bytes
         # Where a compiler tries kernels out on a device, it may have done so just now.
         is_sure = whole is not None and (self._fast.most_bytes is not None or visit.key in self._tried)
+        if len(self._tried) >= _MOST_CALLS:
+            self._tried.clear()
+            self._rises.clear()
+            self._wants.clear()
         self._tried.add(visit.key)
         if is_sure:
             self._rises[visit.key] = max(self._rises.get(visit.key, 0), visit.own_bytes)
@@ -289,8 +296,8 @@ def _without(watch: Watch) -> Iterator[None]:
 
 
 def _others(items: tuple[Any, ...]) -> Hashable:
-    """What else a call was given that may change what it takes."""
-    return tuple(item for item in items if item is None or isinstance(item, bool | int | float | str))
+    """What else a call was given that may change what it takes. A float may be another one in every step."""
+    return tuple(item for item in items if item is None or isinstance(item, bool | int | str))
 
 
 def _shapes(tensors: Iterable[torch.Tensor]) -> Hashable:

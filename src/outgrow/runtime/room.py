@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from outgrow.runtime.care import Need
 from outgrow.runtime.demand import Demand
@@ -60,7 +61,7 @@ class Room:
         is counted before each op, not only where it may be short.
         """
         self.where = ""
-        self._held_back = 0  # of the budget, for what is to run
+        self._held_back = self._certain = 0  # of the budget, for what is to run
         self._counts_always = counts_always
         self._pool.aim_bytes = self.budget_bytes - (self._memory.margin_bytes if keeps_margin else 0)
 
@@ -95,7 +96,7 @@ class Room:
         certain_bytes = likely_bytes if certain_bytes is None else certain_bytes
         if parking.busy:
             parking.wait_for_room(likely_bytes)
-        budget = self.budget_bytes - self._held_back
+        budget = self.budget_bytes - self._certain
         if self._pool.make_room(likely_bytes) or self._ledger.live_bytes + likely_bytes <= budget:
             return
         if parking.busy:
@@ -104,12 +105,21 @@ class Room:
             demand.make_room(likely_bytes)
         if self._ledger.live_bytes + certain_bytes > budget:
             where = self.where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
-            raise self._too_small(self._ledger.live_bytes + certain_bytes + self._held_back, where)
+            raise self._too_small(self._ledger.live_bytes + certain_bytes + self._certain, where)
 
-    def hold_back(self, nbytes: int) -> None:
-        """What comes back from here on leaves so much free for what is to run then (less, if negative)."""
+    @contextmanager
+    def holding_back(self, nbytes: int, *, is_certain: bool) -> Iterator[None]:
+        """Inside, what comes back leaves so much free for what is to run: if it can, where not `is_certain`."""
+        certain = nbytes if is_certain else 0
         self._pool.aim_bytes -= nbytes
         self._held_back += nbytes
+        self._certain += certain
+        try:
+            yield
+        finally:
+            self._pool.aim_bytes += nbytes
+            self._held_back -= nbytes
+            self._certain -= certain
 
     def fill_up(self) -> None:
         """What came back by the plan may have taken what was held back: make room for that again."""
