@@ -16,7 +16,7 @@ from outgrow.runtime.tiers.cuda import AllocatorCount, CudaMemory
 from outgrow.tracing.ledger import Ledger
 
 GiB = 1 << 30
-WALL = 0.084  # of 100 GiB, for a budget of 8
+WALL = 0.084 - 20 / (100 << 10)  # of 100 GiB, for a budget of 8: a piece may be taken beyond it
 DEVICE = torch.device("cuda", 0)
 
 
@@ -123,7 +123,7 @@ def test_at_small_budgets_ends_of_pieces_keep_out_more_than_the_wall_allows(allo
     allocator.allocated, allocator.reserved, allocator.ends = int(0.7 * GiB), int(1.05 * GiB), GiB // 5
     wall = allocator.share
     with memory.gate(GiB // 5):
-        assert allocator.asked == [GiB // 5, GiB // 5]
+        assert allocator.asked == 4 * [GiB // 5], "further out each time"
         assert wall < allocator.share < 0.012
     assert allocator.share == wall
     assert memory.refusals() == 0, "what was refused to us is nobody's"

@@ -16,14 +16,16 @@ from outgrow.tracing.ledger import Ledger
 _NEAR_SHARE = 8
 # The allocator takes memory from the device in pieces of 20 MiB (2.11 to 2.13: `large_segment_size`), whose free ends
 # are of no use to others. Blocks in use are kept under the budget; with those ends, under this many times as much.
-_WALL_SHARE = 1.05
+_RESERVED_SHARE = 1.05
 _PIECE_BYTES = 20 << 20
+# The same for blocks up to 1 MiB. An op takes some of them beside its large ones.
+_SMALL_PIECES_BYTES = 4 * (2 << 20)
 # What an op's outputs and its workspace may take beyond their own bytes, each in pieces of its own.
 _PIECES_BYTES = 5 * _PIECE_BYTES
-# What is lost of a free block that is given back and taken again: an end on each side, and a piece of small blocks.
-_ENDS_OF_ONE_BYTES = 3 * _PIECE_BYTES
-# What all such ends were seen to come to at the most when free blocks have been given back.
-_ENDS_BYTES = 256 << 20
+# So near to the wall a step that is the same may come to it, as copies are over at other moments.
+_NEAR_BYTES = 3 * _PIECE_BYTES
+# What all such ends come to when free blocks have been given back: tried in turn, 256 MiB were never too little.
+_ENDS_BYTES = (64 << 20, 128 << 20, 256 << 20)
 # A block may be so much larger than what was asked for: smaller rests are not split off (`kSmallSize`).
 ROUNDING_BYTES = 1 << 20
 # What the ledger and the plan do not know of: each block is rounded up.
@@ -75,7 +77,9 @@ class CudaMemory:
         self._ledger = ledger
         self._total = torch.cuda.mem_get_info(device)[1]
         self._usual_share = torch.cuda.get_per_process_memory_fraction(device)
-        self._wall = int(budget_bytes * _WALL_SHARE)
+        # It is compared before whole pieces are taken.
+        slack = int(budget_bytes * (_RESERVED_SHARE - 1))
+        self._wall = budget_bytes + slack - min(_PIECE_BYTES, slack // 8)
         self._refused = self._counter("num_ooms")
         self._at_end: tuple[int, int] | None = None  # retries and reserved bytes when the last step was over
         self._is_planned = False
@@ -122,9 +126,10 @@ class CudaMemory:
 
     def end_step(self) -> None:
         """Put the wall where it should be, and remember how the allocator was left."""
-        self._at_end = self._state()
-        retries, reserved = self._at_end
-        self._is_calm = retries == self._retries and reserved <= self._wall
+        self._at_end = retries, reserved = self._state()
+        self._is_calm = retries == self._retries and reserved + _NEAR_BYTES <= self._wall
+        if reserved > self._wall:  # else the next step would go on from there
+            torch.cuda.empty_cache()
         self.is_open = False
         self._stretched_to = 0
         self._stand()
@@ -171,11 +176,10 @@ class CudaMemory:
         found = False
         if nbytes + ROUNDING_BYTES <= self._budget - allocated:
             found = self._finds(nbytes)
-            if not found:
-                with self._moved_to(allocated + nbytes + _ENDS_BYTES):
-                    found = self._finds(nbytes)
-        # What is found in one block may be wanted in several, of which some come from others.
-        with self._moved_to(self._now()[1] + (_ENDS_OF_ONE_BYTES if found else nbytes + _PIECES_BYTES)):
+            for ends in () if found else _ENDS_BYTES:
+                with self._moved_to(allocated + nbytes + ends):
+                    found = found or self._finds(nbytes)
+        with self._moved_to(self._now()[1] + (_SMALL_PIECES_BYTES if found else nbytes + _PIECES_BYTES)):
             yield
 
     @contextmanager
@@ -209,7 +213,9 @@ class CudaMemory:
     @contextmanager
     def strictly(self) -> Iterator[None]:
         """Inside nobody gets more than the budget has, whatever it is."""
-        self._stand_at(min(self._stands_at, self._budget))
+        if self._now()[1] > self._budget:
+            torch.cuda.empty_cache()  # free blocks are given out wherever the wall stands
+        self._stand_at(min(self._stands_at, max(self._budget, self._stretched_to)))
         try:
             yield
         finally:
