@@ -273,11 +273,12 @@ def _handed_to_threads(problem: Problem) -> dict[int, int]:
 def _ops_before_each(problem: Problem) -> list[int]:
     """How many ops before each one are strange: code runs there that the dispatcher does not see, or might.
 
-    Ops of other libraries; and those whose blank memory no op is seen to fill, so that somebody else does.
+    Ops of other libraries; those on tensors that do not show all of their memory; and those whose blank memory no op
+    is seen to fill, so that somebody else does.
     """
     trace = problem.trace
     filled = {value.storage for value in trace.values if value.version > 0}
-    strange = [not op.name.startswith(_KNOWN) for op in trace.ops]
+    strange = [op.opaque or not op.name.startswith(_KNOWN) for op in trace.ops]
     for value in trace.values:
         if value.birth >= 0 and value.version == 0 and value.nbytes > 0 and value.storage not in filled:
             name = trace.ops[value.birth].name if value.birth < len(trace.ops) else ""

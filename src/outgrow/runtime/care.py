@@ -67,7 +67,8 @@ class OpNeeds:
             return None, NOTHING
         if self._device_type != "cpu" and not _is_on(self._device_type, args, kwargs):
             return None, NOTHING
-        signature = (facts.name, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
+        sizes = tuple(args) if facts.sized_by_floats else ()
+        signature = (facts.name, _signature(args), _signature(tuple(kwargs.items())) if kwargs else (), sizes)
         need = self._needs.get(signature)
         if need is None:
             if len(self._needs) >= _MOST_SIGNATURES:
@@ -204,7 +205,8 @@ def _output_bytes(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mappin
         meta_kwargs = _to_meta(dict(kwargs))
         if "device" in meta_kwargs:
             meta_kwargs["device"] = torch.device("meta")
-        meta_kwargs.pop("generator", None)
+        if "generator" in meta_kwargs:
+            meta_kwargs["generator"] = None
         result = func(*meta_args, **meta_kwargs)
     except Exception:
         # No shape function for this op, or shapes that depend on data: the guess by its inputs must do.

@@ -23,7 +23,7 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts
+from outgrow.tracing.ops import OpFacts, is_opaque
 from outgrow.tracing.recorder import accumulates_gradient
 
 # Modules with functions that run between an op of C++ code and us.
@@ -72,7 +72,7 @@ class Demand:
         """
         self._in_use = frozenset(record.serial for record in self._records_of(inputs))
         is_known = facts.name.startswith("aten.") or facts.is_collective
-        self._among_strangers = not is_known or not all(map(_is_plain, inputs))
+        self._among_strangers = not is_known or any(map(is_opaque, inputs))
         if self._among_strangers or (facts.is_blank and not self._is_filled_by_torch()):
             self._among_strangers = True
             self._parking.restore_all()
@@ -96,8 +96,8 @@ class Demand:
             self._blanks.update(record.serial for record in fresh if record.nbytes)
         in_backward = torch._C._current_graph_task_id() != -1
         # A sparse tensor reads what it was made of.
-        is_opaque = self._among_strangers or not all(map(_is_plain, outputs))
-        if is_opaque or facts.is_collective:  # threads that exchange tensors go on with them
+        hides = self._among_strangers or any(map(is_opaque, outputs))
+        if hides or facts.is_collective:  # threads that exchange tensors go on with them
             self._parking.expose((*inputs, *outputs))
         elif in_backward and accumulates_gradient():  # the gradient is training state from now on
             for record in self._records_of(outputs):
@@ -174,12 +174,3 @@ def _is_for_reducer() -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back
     return frame is not None and frame.f_code is DistributedDataParallel._pre_forward.__code__
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether all that an op reads of a tensor is the storage that it shows: no sparse layout, no wrapper."""
-    return (
-        type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-    )

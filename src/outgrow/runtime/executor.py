@@ -45,7 +45,7 @@ from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.watch import Watch
 from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, OpTable, outputs_of, tensors_in, written_tensors
+from outgrow.tracing.ops import OpFacts, OpTable, is_opaque, outputs_of, tensors_in, written_tensors
 from outgrow.tracing.recorder import Recorder, accumulates_gradient
 
 _LOG = logging.getLogger(__name__)
@@ -319,7 +319,9 @@ class Executor:
             entry: Entry | None = None
             strays = self._clock is not None and self._clock.strays()
             if strays or record is None or record.serial in self._kinds or (tensor.is_leaf and tensor.requires_grad):
-                if record is not None:
+                if record is not None and tensor.is_leaf:
+                    handle.keep(tensor, self._nothing)
+                elif record is not None:
                     record.aliases += 1
                     handle.record = record
             else:
@@ -550,17 +552,26 @@ class Executor:
         elif (
             fast.learns
             and need.measured
-            and not (is_free or facts.draws or facts.over_lists or parking.looks_out_for(number))
-            and not self._convolutions.seen(facts)
+            and not (is_free or parking.looks_out_for(number) or self._wants_care(facts, inputs, outputs))
         ):
-            if not facts.writes:
-                fast.needs_no_care(number, rise, gated=self._calls.wants_gate(facts))
-            elif fast.passes_writes and not any(map(self._pool.has_place_in, written)):
-                fast.needs_no_care(number, rise, writes=True)
+            self._let_pass(number, facts, rise, written)
         self.came_to(max(before + rise, ledger.live_bytes))
         if recording is not None:
             recording.tell(func, facts, args, kwargs, inputs, outputs, result, rise_bytes=rise)
         return result
+
+    def _wants_care(self, facts: OpFacts, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether ops like this one are never let past the mode."""
+        is_special = facts.draws or facts.over_lists or facts.sized_by_floats or self._convolutions.seen(facts)
+        return is_special or any(map(is_opaque, (*inputs, *outputs)))
+
+    def _let_pass(self, number: int, facts: OpFacts, rise_bytes: int, written: Sequence[StorageRecord]) -> None:
+        """Op `number` may pass from the next step on, if it writes to nothing that matters."""
+        fast = self._fast
+        if not facts.writes:
+            fast.needs_no_care(number, rise_bytes, gated=self._calls.wants_gate(facts))
+        elif fast.passes_writes and not any(map(self._pool.has_place_in, written)):
+            fast.needs_no_care(number, rise_bytes, writes=True)
 
     def _lost_seconds(self) -> float:
         """Time that this step would not have taken in plain PyTorch."""
@@ -616,4 +627,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized
+        and not tensor._is_zerotensor()
     )

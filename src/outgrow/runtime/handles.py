@@ -20,8 +20,9 @@ class Owner(Protocol):
 class Handle:
     """One saved tensor.
 
-    Either `entry` is its value in the pool, and the window on it is rebuilt at unpack; or `tensor` is an alias that
-    is handed back as it is (parameters, buffers, layouts that the pool does not manage), with its storage's `record`.
+    Either `entry` is its value in the pool, and the window on it is rebuilt at unpack; or `tensor` is handed back as
+    it is: a parameter itself (whose memory a program may exchange meanwhile, by `p.data = ...`), or an alias (layouts
+    that the pool does not manage), with its storage's `record`.
 
     `ghost` is a tensor without memory that shares the version counter of the saved one: autograd does not compare
     versions when saved-tensor hooks are set, so that we must.
@@ -71,6 +72,11 @@ class Handle:
         self.entry = entry
         self.tensor = None
         alias.data = nothing  # drops the memory and keeps the version counter
+
+    def keep(self, leaf: torch.Tensor, nothing: torch.Tensor) -> None:
+        """Hold the tensor itself, as autograd does with what no node made: nothing holds its memory but itself."""
+        self.tensor = leaf
+        self.ghost.data = nothing
 
     def check_version(self) -> None:
         """Raise what plain PyTorch raises when a saved tensor was changed in place since it was saved."""

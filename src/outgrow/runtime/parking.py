@@ -34,7 +34,7 @@ from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.tiers.place import Place
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, tensors_within
+from outgrow.tracing.ops import OpFacts, is_opaque, tensors_within
 
 # Functions of many ops, which read what they are given by ops alone. Where attention has weights for all pairs, most
 # of its ops do not need all of the queries, keys and values.
@@ -162,7 +162,8 @@ class Parking:
         newest: int,
     ) -> None:
         """Op `number` ran; storages with serial numbers above `newest` were first seen in its outputs."""
-        if not facts.name.startswith("aten."):  # it may keep the memory of what it was given
+        # It may keep the memory of what it was given.
+        if not facts.name.startswith("aten.") or any(map(is_opaque, (*inputs, *outputs))):
             self.expose((*inputs, *outputs))
             return
         records = [*written]
@@ -319,6 +320,9 @@ class Parking:
     def touch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Somebody is about to read these tensors, or to write to them."""
         for tensor in tensors:
+            if is_opaque(tensor):  # and what else, nobody knows
+                self.restore_all()
+                return
             record = self._ledger.see(tensor)
             if record is not None and record.serial in self._parked:
                 self.restore(record)

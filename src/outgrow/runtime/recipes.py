@@ -8,14 +8,16 @@ stay, wherever they are, and training state is compared by version before it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from outgrow.errors import TraceMismatch
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.entry import Entry
+from outgrow.runtime.settings import Settings, settings, under
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, outputs_of, written_tensors
@@ -85,7 +87,8 @@ class Call:
     """One call of an op. `args` and `kwargs` have a `Window`, a `State` or a `Shape` in place of each tensor.
 
     `writes` are the contents that it replaced, each with what they became; `made` what its outputs are, in order
-    (None for one that is no plain tensor). `dice` are as they were before it drew random numbers.
+    (None for one that is no plain tensor). `dice` are as they were before it drew random numbers, and `settings` as
+    they were when it ran.
     """
 
     func: Any
@@ -96,6 +99,11 @@ class Call:
     writes: tuple[tuple[Contents, Contents], ...]
     made: tuple[Contents | None, ...]
     dice: Dice | None
+    settings: Settings
+
+
+class OtherOutputs(TraceMismatch):
+    """A call that ran again gave other tensors than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +176,15 @@ class Cookbook:
             record = self._ledger.see(tensor)
             made.append(None if record is None or tensor.layout is not torch.strided else contents_of(record))
         call = Call(
-            func, tuple(kept_args), kept_kwargs, tuple(reads), tuple(states), tuple(writes), tuple(made), before.dice
+            func,
+            tuple(kept_args),
+            kept_kwargs,
+            tuple(reads),
+            tuple(states),
+            tuple(writes),
+            tuple(made),
+            before.dice,
+            settings(),
         )
         targets = [
             contents
@@ -284,6 +300,9 @@ def replay(
     Contents that a call writes to are cloned first unless the replay itself made them and reads them no more, and
     so are buffers: batch norm updates its running statistics without saying so. Where it does not read them, blank
     memory does.
+
+    Raises:
+        OtherOutputs: a call gave more tensors than before, or fewer.
     """
     there = {contents: fetch(entry) for contents, entry in recipe.sources.items()}
     own: set[Contents] = set()
@@ -303,19 +322,27 @@ def replay(
             given.setdefault(contents, storage)
         args = tuple(_given(item, given) for item in call.args)
         kwargs = {name: _given(item, given) for name, item in call.kwargs.items()}
-        with nullcontext() if call.dice is None else call.dice.cast_again():
+        with ExitStack() as stack:
+            stack.enter_context(under(call.settings))
+            if call.dice is not None:
+                stack.enter_context(call.dice.cast_again())
             result = run(call.func, args, kwargs)
+        outputs = outputs_of(result)
+        if len(outputs) != len(call.made):
+            raise OtherOutputs(
+                f"{call.func} gave {len(outputs)} tensors when it ran again, and {len(call.made)} before"
+            )
         for contents in call.reads:
             if left[contents] == 0 and contents != recipe.target:
                 there.pop(contents, None)
         for old, new in call.writes:
             there[new] = given[old]
             own.add(new)
-        for made, tensor in zip(call.made, outputs_of(result), strict=True):
+        for made, tensor in zip(call.made, outputs, strict=True):
             if made is not None and made not in there and (made == recipe.target or left.get(made)):
                 there[made] = tensor.untyped_storage()
                 own.add(made)
-        del given, args, kwargs, result
+        del given, args, kwargs, result, outputs
     return there[recipe.target]
 
 

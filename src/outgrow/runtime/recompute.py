@@ -19,7 +19,16 @@ from outgrow.runtime.clock import DeviceClock, Span
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.pool import Pool
-from outgrow.runtime.recipes import Contents, Cookbook, Given, Recipe, contents_by_storage, contents_of, replay
+from outgrow.runtime.recipes import (
+    Contents,
+    Cookbook,
+    Given,
+    OtherOutputs,
+    Recipe,
+    contents_by_storage,
+    contents_of,
+    replay,
+)
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts
@@ -180,6 +189,8 @@ class Recomputer:
             with self._pool.sources_of(entry, recipe):
                 made = self._replay(recipe)
             same = made.nbytes() == true.nbytes() and self._are_equal(made, true)
+        except OtherOutputs:
+            same = False
         except OutgrowError:  # no room to try
             self._verdicts.cramped[first_save] += 1
             return False

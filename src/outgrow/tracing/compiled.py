@@ -25,6 +25,7 @@ COMPILED = OpFacts(
     reads_shape=False,
     is_collective=False,
     over_lists=False,
+    sized_by_floats=False,
 )
 
 

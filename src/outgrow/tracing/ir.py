@@ -18,7 +18,7 @@ from typing import Any
 from outgrow.errors import TraceMismatch
 from outgrow.tracing.convolution import is_convolution_shape
 
-FORMAT = "outgrow-trace-4"
+FORMAT = "outgrow-trace-5"
 COMPILED_OP = "outgrow.compiled"  # the name of a call of a module that torch.compile compiled
 
 
@@ -64,7 +64,8 @@ class Op:
     `empty` is where another op overwrites all of its result at once. An op that only asks an argument for its shape
     does not have it among its `inputs`. `channels_last` says that a convolution finds its images or its weight in
     that order, which decides what it rearranges. `dtype` is what it calculates in ("float32"). `shape` has the
-    numbers of a `Convolution`, where the op is one over images; they say which algorithms there are for it.
+    numbers of a `Convolution`, where the op is one over images; they say which algorithms there are for it. `opaque`
+    says that it reads or makes tensors that do not show all of their memory, as sparse ones.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Op:
     channels_last: bool = False
     dtype: str = "float32"
     shape: tuple[int, ...] = ()
+    opaque: bool = False
 
 
 @dataclass(frozen=True, slots=True)

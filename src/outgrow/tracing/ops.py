@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 # The library of the ops by which processes exchange tensors.
 COLLECTIVES = "c10d"
 # Ops whose results hold whatever lay in memory.
 _BLANK = ("aten.empty", "aten.new_empty", "aten._empty")
+_SIZED_BY_FLOATS = ("aten.arange", "aten.range")
 # Ops over lists, which the update makes.
 _OVER_LISTS = ("aten._foreach_", "aten._fused_")
 # Ops that replace what they write to and do not look at what was there.
@@ -51,6 +53,7 @@ class OpFacts:
     `is_collective`: it hands its arguments, and nothing else, to threads that exchange them with other processes and
     may write to them for as long as nobody has waited for that. Its schema does not say that it writes.
     `over_lists`: it takes lists of tensors in turn: where it fails, half of them may be done.
+    `sized_by_floats`: numbers that need not be whole say how much it makes.
     """
 
     name: str
@@ -65,6 +68,7 @@ class OpFacts:
     reads_shape: bool
     is_collective: bool
     over_lists: bool
+    sized_by_floats: bool
 
 
 def facts_of(func: Any) -> OpFacts:
@@ -97,6 +101,7 @@ def facts_of(func: Any) -> OpFacts:
         reads_shape=takes_one_tensor and (base.endswith("_like") or base.startswith("new_")),
         is_collective=is_collective,
         over_lists=over_lists,
+        sized_by_floats=name.startswith(_SIZED_BY_FLOATS),
     )
 
 
@@ -149,6 +154,13 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
         else:
             item = args[place] if place < len(args) else None
         yield from tensors_within(item)
+
+
+def is_opaque(tensor: torch.Tensor) -> bool:
+    """Whether a tensor does not show all memory that ops read of it: a sparse one, a wrapper around others."""
+    kind = type(tensor)
+    wraps = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor)
+    return wraps or tensor.layout is not torch.strided or tensor.is_nested
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

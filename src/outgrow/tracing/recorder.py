@@ -19,7 +19,7 @@ from outgrow.tracing.compiled import compiled_modules
 from outgrow.tracing.convolution import DATA_GRADIENT, FORWARD, WEIGHT_GRADIENT, convolution_shape
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, nbytes_of, written_tensors
+from outgrow.tracing.ops import OpFacts, is_opaque, nbytes_of, written_tensors
 
 # Kinds of value that somebody lets go of during a step; the others are training state.
 _LET_GO = frozenset({Kind.TEMPORARY, Kind.INPUT})
@@ -156,6 +156,7 @@ class Recorder:
                 channels_last="convolution" in facts.name and any(map(_is_channels_last, inputs)),
                 dtype=_dtype_of((*inputs, *outputs)),
                 shape=_convolution_shape(facts.name, args, result) if "convolution" in facts.name else (),
+                opaque=any(map(is_opaque, (*inputs, *outputs))),
             )
         )
         if self._watched:
@@ -401,7 +402,8 @@ class ModuleNames:
             for name, module in model.named_modules():
                 if id(module) not in self._names:
                     self._names[id(module)] = name
-                    if id(module) not in inside:  # a compiler would look into hooks
+                    # A compiler would look into hooks, and a script takes none.
+                    if id(module) not in inside and not isinstance(module, torch.jit.ScriptModule):
                         self._modules.append(module)
         self._stack: list[str] = []
         self._handles: list[RemovableHandle] = []
@@ -412,9 +414,13 @@ class ModuleNames:
         return self._stack[-1] if self._stack else ""
 
     def __enter__(self) -> ModuleNames:
-        for module in self._modules:
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            for module in self._modules:
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
