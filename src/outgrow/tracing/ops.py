@@ -157,10 +157,13 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def is_opaque(tensor: torch.Tensor) -> bool:
-    """Whether a tensor does not show all memory that ops read of it: a sparse one, a wrapper around others."""
+    """Whether a tensor's storage is not the memory that ops read of it.
+
+    A sparse one is made of others, a wrapper lies around others, and zeros of forward derivatives have none.
+    """
     kind = type(tensor)
     wraps = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor)
-    return wraps or tensor.layout is not torch.strided or tensor.is_nested
+    return wraps or tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor()
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

@@ -1,0 +1,249 @@
+"""What few programs do, and some do: tensors that hide memory, settings for a while, derivatives forward, scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+
+import outgrow
+from outgrow.planning.policies import Policy
+from steps import (
+    ParkAll,
+    RecomputeAll,
+    Training,
+    assert_equal_to_plain,
+    momentum,
+    supervised,
+    train_in_session,
+    train_plain,
+)
+
+NODES, WIDTH, EDGES = 512, 64, 1 << 16
+
+
+class Graph(nn.Module):
+    """Layers over a graph whose weights are learnt: a sparse matrix that is made first and used last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weigh = nn.Linear(16, 64)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        weights = self.weigh(features).flatten().tanh()
+        matrix = torch.sparse_coo_tensor(edges, weights, (NODES, NODES))
+        h = x
+        for layer in self.layers:
+            h = torch.tanh(layer(h)) + h
+        return torch.sparse.mm(matrix, h).pow(2).mean()
+
+
+def over_a_graph() -> Training:
+    torch.manual_seed(0)
+    model = Graph()
+    optimizer = momentum(model.parameters())
+    edges, features = torch.randint(0, NODES, (2, EDGES)), torch.randn(EDGES // 64, 16)
+
+    def run(k: int) -> torch.Tensor:
+        loss = model(torch.randn(NODES, WIDTH, generator=torch.Generator().manual_seed(k)), edges, features)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training([model], [optimizer], run)
+
+
+def in_wrappers() -> Training:
+    """Activations in a tensor subclass around two others, as quantized and distributed ones are made."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    optimizer = momentum(model.parameters())
+
+    def run(k: int) -> torch.Tensor:
+        h = model[:3](torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(k)))
+        pair = TwoTensor(h, h * 2)
+        made = (pair * pair).sin() * pair
+        loss = (made.a + made.b).pow(2).mean() + model(h).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training([model], [optimizer], run)
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru", ParkAll(), RecomputeAll()], ids=str)
+@pytest.mark.parametrize("make", [over_a_graph, in_wrappers])
+def test_memory_that_a_tensor_does_not_show_is_there_for_who_reads_it(
+    make: Callable[[], Training], policy: str | Policy
+) -> None:
+    plain = train_plain(make, 4)
+    # Near the least budgets, where values are parked.
+    for budget in (5_330_000, 5_600_000) if make is over_a_graph else (2_010_000, 2_300_000):
+        ours, summaries = train_in_session(make, 4, budget=budget, policy=policy)
+        assert ours == plain
+        assert max(summary.measured_peak_bytes for summary in summaries) <= budget
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(32, 48, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(96, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.rnn(x)[0].relu())
+        return scores[:, -1]
+
+
+@pytest.mark.parametrize("policy", ["auto", "checkpoint", RecomputeAll()], ids=str)
+def test_an_op_that_gives_more_tensors_where_gradients_are_on(policy: str | Policy) -> None:
+    assert_equal_to_plain(supervised(Recurrent, shape=(16, 20, 32)), share=0.7, policy=policy)
+
+
+def without_onednn(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+    """The forward pass alone, as a program may that found a faster way for it."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        loss: torch.Tensor = model(x).pow(2).mean()
+    return loss
+
+
+def small_net() -> nn.Module:
+    layers = [
+        item for width in (1, 32, 32) for item in (nn.Conv2d(width, 32, 3, padding=1), nn.BatchNorm2d(32), nn.GELU())
+    ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 4))
+
+
+@pytest.mark.parametrize("policy", ["checkpoint", RecomputeAll()], ids=str)
+def test_recipes_run_under_the_settings_of_the_forward_pass(policy: str | Policy) -> None:
+    make = supervised(small_net, without_onednn, shape=(64, 1, 8, 8))
+    assert_equal_to_plain(make, share=0.8, policy=policy)
+    assert torch._C._get_mkldnn_enabled()
+
+
+def exchanging_memory(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+    """Weights that the backward pass finds are others than those of the forward pass, as in pipelines."""
+    loss: torch.Tensor = model(x).pow(2).mean()
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+    return loss
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_a_backward_pass_reads_the_memory_that_its_parameters_have_then(policy: str) -> None:
+    assert_equal_to_plain(supervised(small_net, exchanging_memory, shape=(64, 1, 8, 8)), share=0.8, policy=policy)
+
+
+def forward_derivative(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        assert tangent is not None
+        return tangent.pow(2).mean() + model(x).pow(2).mean()
+
+
+def by_function(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+    value, derivative = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    loss: torch.Tensor = value.pow(2).mean() + derivative.pow(2).mean()
+    return loss
+
+
+@pytest.mark.parametrize("forward", [forward_derivative, by_function])
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_derivatives_forward(policy: str, forward: Callable[[nn.Module, torch.Tensor, int], torch.Tensor]) -> None:
+    make = supervised(
+        lambda: nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 10)), forward, shape=(64, 32)
+    )
+    assert_equal_to_plain(make, share=0.8, policy=policy)
+
+
+def partly_scripted() -> nn.Module:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU())
+    return nn.Sequential(torch.jit.script(inner), nn.Linear(256, 10))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripts() -> None:
+    assert_equal_to_plain(supervised(partly_scripted, shape=(64, 32)), share=0.8)
+
+
+def test_a_model_that_takes_no_hooks_is_left_without_any() -> None:
+    class Refusing(nn.Linear):
+        def register_forward_hook(self, *args: object, **options: object) -> None:  # type: ignore[override]
+            raise RuntimeError("no hooks here")
+
+    model = nn.Sequential(nn.Linear(8, 8), Refusing(8, 8))
+    with outgrow.Session(model, budget="1GiB") as session:
+        with pytest.raises(RuntimeError, match="no hooks here"):
+            session.step().__enter__()
+        assert not model[0]._forward_pre_hooks
+        assert not model[0]._forward_hooks
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [item for _ in range(6) for item in (nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def drawing(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+    """As a diffusion model draws its noise."""
+    h = model(x)
+    noise = torch.randn(8192, 64, generator=torch.Generator().manual_seed(k))
+    loss: torch.Tensor = (h * noise[:2048]).pow(2).mean()
+    return loss
+
+
+def counting(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+    """A length that is no whole number, and another one from some step on."""
+    h = model(x)
+    positions = torch.arange(0.0, 1e3 if k < 4 else 5e5)
+    loss: torch.Tensor = h.pow(2).mean() * (1 + positions[-1] * 1e-9)
+    return loss
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru", "checkpoint"])
+@pytest.mark.parametrize("forward", [drawing, counting])
+def test_what_is_made_of_numbers_alone_gets_its_room(
+    forward: Callable[[nn.Module, torch.Tensor, int], torch.Tensor], policy: str
+) -> None:
+    make = supervised(normalized, forward, shape=(2048, 64))
+    plain = train_plain(make, 6)
+    budget = 6_000_000
+    ours, summaries = train_in_session(make, 6, budget=budget, policy=policy)
+    assert ours == plain
+    assert [
+        summary.measured_peak_bytes - budget for summary in summaries if summary.measured_peak_bytes > budget
+    ] == []
+
+
+def test_an_evaluation_that_leaves_pytorchs_fast_way_trains_the_same() -> None:
+    """While functions are watched an encoder's own fast path is not taken: its value may differ in the last bits."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.encoder(x)
+            return out.mean(1)
+
+    def evaluating(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+        return F.mse_loss(model(x), torch.zeros(16, 32))
+
+    assert_equal_to_plain(supervised(Encoder, evaluating, shape=(16, 12, 32)), share=0.8)
