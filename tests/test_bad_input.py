@@ -70,6 +70,17 @@ def test_an_unknown_policy_is_refused_with_the_names_that_there_are(training: Tr
     assert all(name in str(caught.value) for name in outgrow.policies())
 
 
+@pytest.mark.parametrize("policy", [3, None, object()])
+def test_what_makes_no_plans_is_no_policy(training: Training, policy: object) -> None:
+    with pytest.raises(UnknownPolicy, match=f"policy is {type(policy).__name__}"):
+        training.session(policy=policy)
+
+
+def test_a_plan_is_given_and_not_its_file(training: Training) -> None:
+    with pytest.raises(SessionError, match="plan is str: give a Plan"):
+        training.session(plan="plan.json")
+
+
 @pytest.mark.parametrize(
     "budget",
     [
@@ -508,6 +519,8 @@ def test_what_was_saved_is_read_back_the_same(plan: outgrow.Plan, tmp_path: Path
 def test_what_is_no_model_or_no_optimizer_is_refused(training: Training) -> None:
     with pytest.raises(SessionError, match="model is function"):
         outgrow.Session(lambda x: x, budget="1GiB")  # type: ignore[arg-type]
+    with pytest.raises(SessionError, match="model is NoneType"):
+        outgrow.Session(None, budget="1GiB")  # type: ignore[arg-type]
     with pytest.raises(SessionError, match="optimizer is Parameter"):
         outgrow.Session(training.model, training.model.parameters(), budget="1GiB")  # type: ignore[arg-type]
     with pytest.raises(SessionError, match="lazy"):

@@ -72,14 +72,14 @@ EMPTY_IN_A_PLAIN_RUN = TRAIN_KEYS - {
 }
 
 
-def python(*arguments):
+def python(*arguments, check=True):
     """Runs a Python of its own, which finds the modules that this one finds."""
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        check=True,
+        check=check,
         env=os.environ | {"PYTHONPATH": path},
     )
 
@@ -370,6 +370,34 @@ def test_the_interrupt_key_ends_with_130(outgrow, monkeypatch):
     code, out, err = outgrow("plan", "resnet-50")
     assert (code, out) == (130, "")
     assert "interrupted" in err
+
+
+def test_the_package_runs_as_a_module() -> None:
+    assert python("-m", "outgrow", "--version").stdout == python("-m", "outgrow.cli.main", "--version").stdout
+
+
+def test_who_names_no_command_gets_help_and_nothing_else() -> None:
+    done = python("-m", "outgrow", check=False)
+    assert done.returncode == 2
+    assert "Usage: outgrow" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare", "tune"])
+def test_help_names_extras_as_pip_wants_them(command: str) -> None:
+    text = python("-m", "outgrow", command, "--help").stdout
+    assert text.count("outgrow[plot]") == 1
+    assert ("outgrow[cudnn]" in text) is (command == "train")
+
+
+def test_a_full_disk_under_the_output_is_an_error_in_a_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "outgrow", "networks"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_help_shows_examples_and_does_not_load_torch():

@@ -26,14 +26,13 @@ from outgrow.planning.prefetch import with_prefetch
 from outgrow.planning.problem import Problem
 from outgrow.runtime.care import Need
 from outgrow.runtime.demand import Demand
-from outgrow.runtime.executor import Executor
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.parking import Parking
+from outgrow.runtime.room import Room
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.session import Session
 from outgrow.tracing.ir import Trace
 from outgrow.tracing.ledger import StorageRecord
-from outgrow.tracing.ops import OpFacts
 from steps import Make, ParkAll, Training, train_in_session, train_plain
 from test_parks import LOOKS, NETWORKS, Attention, Dense, Looked, Residual, supervised
 
@@ -70,14 +69,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> Seen:
     """In a step without a plan all that may leave leaves before each op."""
-    prepare = Executor._prepare
+    prepare = Room.prepare
 
-    def parking_all(self: Executor, facts: OpFacts, need: Need) -> None:
-        if self._demand.on:
+    def parking_all(self: Room, need: Need, where: str) -> None:
+        if self._demand is not None and self._demand.on:
             self._demand.make_room(1 << 50)
-        prepare(self, facts, need)
+        prepare(self, need, where)
 
-    monkeypatch.setattr(Executor, "_prepare", parking_all)
+    monkeypatch.setattr(Room, "prepare", parking_all)
     return seen
 
 
@@ -389,14 +388,15 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 def test_nothing_is_away_while_an_op_of_another_library_runs(eager: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     away: list[bool] = []
-    prepare = Executor._prepare
+    prepare = Room.prepare
 
-    def looking(self: Executor, facts: OpFacts, need: Need) -> None:
-        prepare(self, facts, need)
-        if facts.name.startswith("outgrow_tests"):
+    def looking(self: Room, need: Need, where: str) -> None:
+        prepare(self, need, where)
+        if where.startswith("outgrow_tests"):
+            assert self._parking is not None
             away.append(self._parking.busy)
 
-    monkeypatch.setattr(Executor, "_prepare", looking)
+    monkeypatch.setattr(Room, "prepare", looking)
 
     def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
         assert isinstance(model, Looked)

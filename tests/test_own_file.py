@@ -63,6 +63,19 @@ def wrong(batch):
     return {"model": None}
 
 
+def swapped():
+    model, optimizer, step, _ = make_step(8)
+    return outgrow.TrainingStep(optimizer, model, step)
+
+
+def no_step():
+    return make_step(8)._replace(step=7)
+
+
+def a_list():
+    return make_step(8)._replace(batches=[1, 2])
+
+
 number = 3
 """
 
@@ -179,10 +192,13 @@ def test_tables_leave_out_what_nobody_knows(write: Command, capsys: pytest.Captu
         ("missing.py:make_step", "there is no such file"),
         ("mine.py", "mine.py:make_step"),
         ("mine.py:", "which function"),
-        ("mine.py:make_stop", "it has make_step, without_batch, two, in_passes, wrong"),
+        ("mine.py:make_stop", "it has make_step, without_batch, two, in_passes, wrong, swapped, no_step, a_list"),
         ("mine.py:number", "number is int and no function"),
         ("mine.py:two", "has to take the batch size alone, or nothing"),
         ("mine.py:wrong", "wrong returned dict: it has to return outgrow.TrainingStep"),
+        ("mine.py:swapped", "model is AdamW: give a torch.nn.Module"),
+        ("mine.py:no_step", "the step of no_step is no function"),
+        ("mine.py:a_list", "the batches of a_list are no iterator"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "plan"])

@@ -28,7 +28,7 @@ from outgrow.planning.workspaces import costed
 from outgrow.runtime.calls import Calls
 from outgrow.runtime.care import Need, OpNeeds
 from outgrow.runtime.convolutions import Convolutions
-from outgrow.runtime.executor import Executor
+from outgrow.runtime.room import Room
 from outgrow.tracing.convolution import Convolution
 from outgrow.tracing.ir import Op, Phase
 from outgrow.tracing.liveness import plain_profile
@@ -370,18 +370,18 @@ def test_what_a_search_takes_is_not_what_the_algorithm_takes() -> None:
 @pytest.mark.usefixtures("benchmark", "on_gpu")
 def test_dynamic_convolutions_ask_for_their_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     needs: dict[str, dict[str, int]] = {}
-    usual = Executor._prepare
+    usual = Room.prepare
     kinds = ("speed", "dynamic")
 
     make = training_of("resnet-18", 32, 2)
     for kind in kinds:
         seen = needs.setdefault(kind, {})
 
-        def noted(executor: Executor, facts: Any, need: Any, seen: dict[str, int] = seen) -> None:
-            seen[facts.name] = max(seen.get(facts.name, 0), need.likely_bytes)
-            usual(executor, facts, need)
+        def noted(room: Room, need: Any, where: str, seen: dict[str, int] = seen) -> None:
+            seen[where] = max(seen.get(where, 0), need.likely_bytes)
+            usual(room, need, where)
 
-        monkeypatch.setattr(Executor, "_prepare", noted)
+        monkeypatch.setattr(Room, "prepare", noted)
         train_in_session(make, 3, budget=budget_for(make, 1.5), workspace=kind)
     name = "aten.convolution.default"
     assert needs["dynamic"][name] < needs["speed"][name]  # oneDNN holds copies of its operands

@@ -9,8 +9,9 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from outgrow.cost.workspaces import Workspace, find_workspace
-from outgrow.errors import SessionError, UnknownWorkspace, UnsupportedDevice
+from outgrow.errors import SessionError, UnknownPolicy, UnknownWorkspace, UnsupportedDevice
 from outgrow.planning.plan import Plan
+from outgrow.planning.policies import Policy, find
 from outgrow.units import format_bytes, parse_bytes
 
 # Pinned memory that a session on a GPU takes at most, as a share of the RAM that is free, if nobody says.
@@ -31,10 +32,25 @@ def refuse_what_is_neither(models: Sequence[object], optimizers: Sequence[object
             )
 
 
+def policy_of(policy: str | Policy) -> Policy:
+    """The policy that is meant.
+
+    Raises:
+        UnknownPolicy: there is none of this name, or it makes no plans.
+    """
+    if isinstance(policy, str):
+        return find(policy)
+    if not callable(getattr(policy, "plan", None)):
+        raise UnknownPolicy(f"policy is {type(policy).__name__}: give a name, or what has the method plan(problem)")
+    return policy
+
+
 def refuse_foreign_plan(plan: Plan | None, budget_bytes: int, device: torch.device) -> None:
-    """Raise a SessionError for a plan that is for a larger budget or another kind of device."""
+    """Raise a SessionError for what is no plan, or one for a larger budget or another kind of device."""
     if plan is None:
         return
+    if not isinstance(plan, Plan):
+        raise SessionError(f"plan is {type(plan).__name__}: give a Plan, such as outgrow.Plan.load(path) reads")
     if plan.budget_bytes > budget_bytes:
         raise SessionError(
             f"the plan is for a budget of {format_bytes(plan.budget_bytes)}, and the session has"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -25,6 +26,7 @@ from outgrow.opening import (
     device_of,
     host_bytes_of,
     memory_of,
+    policy_of,
     refuse_foreign_plan,
     refuse_what_is_neither,
     workspace_of,
@@ -32,7 +34,7 @@ from outgrow.opening import (
 from outgrow.parallel import Wrappers, refuse_sharded
 from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
-from outgrow.planning.policies import Policy, find
+from outgrow.planning.policies import Policy
 from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
 from outgrow.reporting.page import write_report
 from outgrow.reporting.subject import Subject
@@ -41,6 +43,7 @@ from outgrow.runtime.convolutions import open_convolutions
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.faults import is_out_of_memory
+from outgrow.runtime.interrupts import Interrupts
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Verdicts
@@ -133,7 +136,7 @@ class Session:
         self._closed = True  # until everything below has worked
         self._models = as_sequence(model)
         self._optimizers = as_sequence(optimizer)
-        refuse_what_is_neither(self._models, self._optimizers)
+        refuse_what_is_neither(self._models if model is not None else (None,), self._optimizers)
         refuse_sharded(self._models)
         self._device = device_of(self._models)
         if least_moved_bytes < 1:
@@ -142,7 +145,7 @@ class Session:
         host_bytes = host_bytes_of(self._device, host_budget)
         self.budget_bytes = parse_bytes(budget, total_bytes=memory_of(self._device))
         refuse_foreign_plan(plan, self.budget_bytes, self._device)
-        self._policy = find(policy) if isinstance(policy, str) else policy
+        self._policy = policy_of(policy)
         self._refuse_second_session()
         self._ledger = Ledger(self._device.type, self._device.index)
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
@@ -161,6 +164,8 @@ class Session:
         convolutions = open_convolutions(kind_of_workspace, self._device, self._free_bytes)
         self._watches_all = convolutions.needs_all
         self._planner = Planner(self._policy, self._memory, margin_bytes=backend.memory.margin_bytes)
+        self._interrupts = Interrupts()
+        self._held = ExitStack()  # in a step: they wait
         self._pool = Pool(
             self._ledger,
             self.budget_bytes,
@@ -171,6 +176,7 @@ class Session:
             self._rebuild,
             least_moved_bytes,
             backend.fast_path,
+            self._interrupts,
         )
         compiled = compiled_modules(self._models)
         self._executor = Executor(
@@ -186,6 +192,7 @@ class Session:
             convolutions,
             backend.fast_path,
             compiled,
+            self._interrupts,
         )
         self._hardware: Hardware | None = None
         self._kinds = Kinds(self._wrappers.syncs())
@@ -194,6 +201,7 @@ class Session:
         elif plan is not None:
             self._kinds.expect(plan)
         self._in_step = False
+        self._thread = 0  # that the step is on
         self._begun: Plan | None = None  # what the step that is open goes by
         self._history: deque[Summary] = deque(maxlen=_MOST_SUMMARIES)
         self._untimed: tuple[StepKind | None, Plan | None, StepOutcome, bool] | None = None
@@ -286,7 +294,7 @@ class Session:
             raise SessionError("close the session after its step, not inside it")
         self._closed = True
         Session._open.discard(self)
-        with ExitStack() as undo:
+        with self._interrupts.held(), ExitStack() as undo:
             for part in (self._ledger, self._executor, self._memory, self._pool):
                 undo.callback(part.close)
             self._read_clock(adapt=False)
@@ -320,6 +328,20 @@ class Session:
             raise SessionError("the session is closed: open a new one")
         if self._in_step:
             raise SessionError("a step is open already: steps of a session do not nest")
+        here = threading.get_ident()
+        if any(other._in_step and other._thread == here for other in Session._open):
+            raise SessionError(
+                "a step of another session is open: steps do not nest. Models that train together share one session: "
+                "outgrow.Session([model, other], [optimizer, its_optimizer], budget=...)"
+            )
+        with ExitStack() as undo:
+            undo.enter_context(self._interrupts.held())
+            self._open_step()
+            self._held = undo.pop_all()
+        self._thread = here
+        self._in_step = True
+
+    def _open_step(self) -> None:
         self._layouts = self._wrappers.layouts()
         kind = self._kinds.begin(self._wrappers.syncs())
         plan = None if kind is None else kind.plan
@@ -339,13 +361,18 @@ class Session:
             is_foreign = kind is not None and kind.is_foreign
             self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch, is_foreign=is_foreign)
             self._begun = plan
-            undo.pop_all()  # all is well: `_end` takes the hooks off
-        self._in_step = True
+            undo.pop_all()  # all is well: `_close_step` takes the hooks off
 
     def _end(self, error: BaseException | None) -> None:
+        with self._held:
+            self._close_step(error)
+        self._interrupts.check()
+
+    def _close_step(self, error: BaseException | None) -> None:
         recorder, self._recorder = self._recorder, None
         try:
-            outcome = self._executor.end()
+            with self._interrupts.shut():
+                outcome = self._executor.end()
         finally:
             self._in_step = False
             if recorder is not None:
@@ -421,7 +448,8 @@ class Session:
         start = time.perf_counter()
         trace = with_lasting_state(trace)
         # What else was made in this step and stays is there from now on.
-        base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1) - self._bytes_of_new_gradients(trace))
+        others = trace.resident_bytes(-1) + self._bytes_of_new_gradients(trace) + self._pool.spare_bytes
+        base = max(0, self._ledger.live_bytes - others)
         # Blocks in use are larger than what lies in them, never by quite as much.
         jitter = self.budget_bytes // _JITTER_SHARE if self._memory.is_counted else 0
         # A program that keeps something of each step until the next one has as much there all the time.
@@ -430,7 +458,8 @@ class Session:
         # The step in which gradients are laid out anew runs ops that no other step does.
         steady = steady and self._wrappers.layouts() == self._layouts
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
-        plan = self._planner.plan(problem)
+        with self._interrupts.let_in():
+            plan = self._planner.plan(problem)
         if steady or not plan.evicts:
             self._refuse_what_cannot_fit(plan)
         seconds = time.perf_counter() - start
@@ -505,7 +534,13 @@ class Session:
 
     def _refuse_second_session(self) -> None:
         mine = _parameters_of(self)
-        if any(mine & _parameters_of(other) for other in Session._open):
+
+        def is_open() -> bool:
+            return any(mine & _parameters_of(other) for other in Session._open)
+
+        if is_open():
+            gc.collect()  # nobody may hold that session any more
+        if is_open():
             raise SessionError("another session is open over this model: close it first")
 
     def _refuse_hopeless_budget(self, kinds: dict[int, Kind]) -> None:

@@ -380,6 +380,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error))
     except typer.TyperException as error:
         return _complain(error.format_message())
+    except OSError as error:  # the disk is full, or a file of the user's cannot be read
+        return _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
         code = _EXIT_INTERRUPTED
     if code == _EXIT_INTERRUPTED:  # typer may have turned Ctrl-C into it
@@ -388,7 +390,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str) -> int:
-    print(f"outgrow: {' '.join(message.split())}", file=sys.stderr)
+    if message:  # else it was help that nobody asked for by name
+        print(f"outgrow: {' '.join(message.split())}", file=sys.stderr)
     return _EXIT_USAGE
 
 

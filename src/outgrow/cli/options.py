@@ -169,7 +169,7 @@ Plot = Annotated[
     typer.Option(
         metavar="FILE",
         help="Draw time against peak into this file, a line for each policy: full where measured, dashed where "
-        'predicted. .png, .svg or .pdf, for example time.png. Needs matplotlib: pip install "outgrow[plot]".',
+        'predicted. .png, .svg or .pdf, for example time.png. Needs matplotlib: pip install "outgrow\\[plot]".',
         show_default="no plot",
     ),
 ]
@@ -179,7 +179,7 @@ Picture = Annotated[
         "--plot",
         metavar="FILE",
         help="Draw live bytes and the three lanes over the step into this file: .png, .svg or .pdf. Needs "
-        'matplotlib: pip install "outgrow[plot]".',
+        'matplotlib: pip install "outgrow\\[plot]".',
         show_default="no picture",
     ),
 ]
@@ -293,7 +293,7 @@ TrainWorkspace = Annotated[
     typer.Option(
         help="With --device cuda: what convolutions may hold for their work. memory: the least; speed: the fastest "
         "algorithm comes first; dynamic: what is free. All three may differ from plain PyTorch in the last bits. "
-        "They choose at each convolution with the extra outgrow[cudnn], by PyTorch's own search without.",
+        "They choose at each convolution with the extra outgrow\\[cudnn], by PyTorch's own search without.",
         show_default="what PyTorch takes by itself",
     ),
 ]
@@ -373,7 +373,7 @@ TuningPlot = Annotated[
         "--plot",
         metavar="FILE",
         help="Draw samples per second against batch into this file: .png, .svg or .pdf. Needs matplotlib: "
-        'pip install "outgrow[plot]".',
+        'pip install "outgrow\\[plot]".',
         show_default="no plot",
     ),
 ]

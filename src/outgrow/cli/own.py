@@ -25,6 +25,7 @@ from outgrow.cli.train import fingerprint, make_progress, open_session, result_o
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.workspaces import Workspace, find_workspace
 from outgrow.errors import OutgrowError
+from outgrow.opening import refuse_what_is_neither
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find as find_policy
 from outgrow.tracing.capture import as_sequence
@@ -106,6 +107,11 @@ class OwnJob:
                 f"{self.path}: {self.function} returned {type(made).__name__}: it has to return "
                 "outgrow.TrainingStep(model, optimizer, step)"
             )
+        refuse_what_is_neither(as_sequence(made.model), as_sequence(made.optimizer))
+        if not callable(made.step):
+            raise OwnFileError(f"{self.path}: the step of {self.function} is no function")
+        if not (made.batches is None or hasattr(made.batches, "__next__")):
+            raise OwnFileError(f"{self.path}: the batches of {self.function} are no iterator: give iter(batches)")
         return made
 
     def fake_trace(self, hardware: Hardware | None = None) -> Trace:

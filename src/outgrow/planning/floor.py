@@ -9,6 +9,7 @@ from itertools import accumulate
 from outgrow.planning.parks import away, gaps
 from outgrow.planning.problem import Problem, reading
 
+_MOST_OPS_OF_A_NODE = 64
 _Span = tuple[int, int, int, int]  # (first op, end op, bytes, value)
 
 
@@ -86,8 +87,10 @@ def needed_spans(problem: Problem) -> list[_Span]:
             continue
         spans = uses.setdefault(saved.value, [])
         for number, start in enumerate(saved.unpacked):
-            last = number == len(saved.unpacked) - 1
-            spans.append((start, saved.released if last else start + 1))
+            # Its node needs it to the end; but in a graph that outlives the step it may be away once that is done.
+            is_kept = saved.released == end and end - start > _MOST_OPS_OF_A_NODE
+            is_last = number == len(saved.unpacked) - 1
+            spans.append((start, saved.released if is_last and not is_kept else start + 1))
     found: list[_Span] = []
     for index, value in enumerate(trace.values):
         first = max(value.birth, 0)

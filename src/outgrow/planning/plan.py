@@ -265,7 +265,12 @@ class Plan:
         ops = len(plan.problem.trace.ops)
         if not all(type(op) is int and 0 <= op < ops for op in plan.reuses):
             raise TraceMismatch(f"{path} names ops that its trace does not have")
-        return plan.laid_out()
+        plan = plan.laid_out()
+        try:
+            plan.simulate()
+        except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
+            raise TraceMismatch(f"{path} has decisions that contradict each other: {error!r}") from error
+        return plan
 
     def _check_recompute(self, item: Recompute, path: str | Path) -> None:
         from outgrow.planning.recipes import recipe_of  # recipes read problems, as plans do

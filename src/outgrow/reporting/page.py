@@ -28,7 +28,7 @@ def write_report(path: str | Path, subject: Subject) -> None:
     Raises:
         ReportError: the file cannot be written.
     """
-    write_whole(path, plan_page(subject).encode())
+    write_whole(path, plan_page(subject).encode(errors="replace"))
 
 
 def plan_page(subject: Subject) -> str:

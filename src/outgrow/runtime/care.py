@@ -135,8 +135,9 @@ def _item_signature(item: Any) -> Hashable:
         return item
     if isinstance(item, list | tuple):
         return _signature(item)
-    if isinstance(item, float | complex):  # a number changes no sizes, and may be another one in every step
-        return float
+    # A number changes no sizes, nor does a generator, and both may be others in every step.
+    if isinstance(item, float | complex | torch.Generator):
+        return type(item).__name__
     return item if item.__hash__ is not None else repr(item)
 
 

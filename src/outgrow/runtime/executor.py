@@ -34,6 +34,7 @@ from outgrow.runtime.entry import Entry
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.follower import Follower
 from outgrow.runtime.handles import Handle
+from outgrow.runtime.interrupts import Interrupts
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
@@ -71,15 +72,17 @@ class Executor:
         convolutions: Convolutions | None = None,
         fast_path: FastPath | None = None,
         compiled: Sequence[torch.nn.Module] = (),
+        interrupts: Interrupts | None = None,
     ) -> None:
         """`too_small` makes the error for an op at which so many bytes are needed at least.
 
         `gradients` are those that the parameters have now. `clock` is the device's, where that runs beside the host;
         on a CPU what was asked for is over when the call returns, and the host's clock is right. `convolutions` says
         how their algorithms are chosen, where there are several. `fast_path` is for ops that need no care, `compiled`
-        are the modules that stay compiled.
+        are the modules that stay compiled, `interrupts` wait until ops, packs and unpacks are booked.
         """
         self._ledger = ledger
+        self._interrupts = interrupts or Interrupts()
         self._fast = fast_path or FastPath(ledger, budget_bytes, None)
         self._clock = clock
         # The backward pass of a GPU runs on a thread of autograd's own, while the one that asked for it waits.
@@ -306,6 +309,8 @@ class Executor:
             self._beside_compiler = False
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
+        if self._interrupts.waiting:
+            self._interrupts.check()
         if self._changes_threads:
             self.come_here()
         while self._released_elsewhere:
@@ -343,6 +348,8 @@ class Executor:
             return self._unpack(handle)
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
+        if self._interrupts.waiting:
+            self._interrupts.check()
         if self._changes_threads:
             self.come_here()
         handle.check_version()
@@ -475,6 +482,8 @@ class Executor:
 
     def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op inside the pool's care."""
+        if self._interrupts.waiting:
+            self._interrupts.check()
         if self._changes_threads:
             self.come_here()
         fast, recording = self._fast, self._recording

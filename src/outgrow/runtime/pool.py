@@ -22,6 +22,7 @@ from outgrow.runtime.copies.copy import Copies, Copy
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
+from outgrow.runtime.interrupts import Interrupts
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.tiers.place import Place, Places
 from outgrow.tracing.ledger import Ledger, StorageRecord
@@ -70,11 +71,14 @@ class Pool:
         rebuild: Callable[[Entry], torch.UntypedStorage],
         least_moved_bytes: int,
         fast_path: FastPath | None = None,
+        interrupts: Interrupts | None = None,
     ) -> None:
         """`places` is the next tier, `copies` leads there, and `memory` is the device's own.
 
-        `fast_path` is told where saved values lie, and those that are parked.
+        `fast_path` is told where saved values lie, and those that are parked. `interrupts` are let in where the pool
+        waits for copies.
         """
+        self._interrupts = interrupts or Interrupts()
         self.fast_path = fast_path or FastPath(ledger, budget_bytes, None)
         self._ledger = ledger
         self._budget = budget_bytes
@@ -421,10 +425,11 @@ class Pool:
 
     def _settle(self, entry: Entry) -> Copy | None:
         """Wait for a copy back, if there is one. If it failed, the value is away as before, and it is returned."""
-        reading, entry.reading = entry.reading, None
+        reading = entry.reading
         if reading is None:
             return None
-        self.wait_for(reading)
+        self.wait_for(reading)  # who is interrupted here leaves a copy under way
+        entry.reading = None
         if reading.error is None:
             return None
         self._let_go(entry)
@@ -567,13 +572,20 @@ class Pool:
         if copy.done:
             return
         start = time.perf_counter()
-        copy.wait()
+        with self._interrupts.let_in():
+            copy.wait()
         self.stall_seconds += time.perf_counter() - start
 
     def _touch(self, entry: Entry) -> None:
         if entry.recipe is None:  # else it is away, or there for a moment: nothing that the cache could send away
             self._recent[entry] = None
             self._recent.move_to_end(entry)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes in memory that could be sent away now: of graphs that the program keeps, between two steps."""
+        there = {id(entry.record): entry for entry in self._entries.values() if entry.storage is not None}
+        return sum(entry.nbytes for entry in there.values() if entry.writing is not None or self._may_leave(entry))
 
     def holdings(self) -> str:
         """What the pool has in memory, for error messages."""

@@ -137,7 +137,7 @@ class Ledger:
             return None
         # Most were seen before, and each op asks for all of its arguments.
         record = self._records.get(storage._cdata)
-        if record is not None and record.ref is not None and record.nbytes == storage.nbytes():
+        if record is not None and record.storage() is not None and record.nbytes == storage.nbytes():
             return record
         return self.see_storage(storage) if self._is_here(tensor) else None
 
@@ -151,6 +151,8 @@ class Ledger:
         """As `see`, for a storage that is known to be on the device."""
         address = storage._cdata
         record = self._records.get(address)
+        if record is not None and record.ref is not None and record.ref() is None:  # who told of it was interrupted
+            self._died(record.ref)
         if record is None or record.ref is None:
             self._book_deaths_elsewhere()
             self._serial += 1

@@ -1,0 +1,249 @@
+"""Ctrl-C in a step: nobody is interrupted halfway, and who trains on trains the same."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import FrameType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import outgrow
+from outgrow.errors import SessionError
+from outgrow.runtime.tiers.disk import SpillFile
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Stop(BaseException):
+    """What the program's own handler raises."""
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    raise Stop
+
+
+@pytest.fixture
+def dropped() -> Iterator[list[object]]:
+    """What Python dropped, since it was raised where nobody can catch it. Ctrl-C raises `Stop`."""
+    found: list[object] = []
+    before, hook = signal.signal(signal.SIGINT, stop), sys.unraisablehook
+    sys.unraisablehook = lambda what: found.append(what.exc_type)
+    yield found
+    sys.unraisablehook = hook
+    signal.signal(signal.SIGINT, before)
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [item for _ in range(8) for item in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())]
+    model = nn.Sequential(nn.Linear(64, 256), *layers, nn.Linear(256, 10))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    x, y = torch.randn(1024, 64, generator=generator), torch.randint(0, 10, (1024,), generator=generator)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def are_same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(mine, yours) for mine, yours in pairs)
+
+
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all"])
+def test_a_copy_back_that_somebody_did_not_wait_for_spoils_nothing(
+    policy: str, dropped: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk hiccups, the user presses Ctrl-C, takes the state back to a snapshot and goes on."""
+    read, hiccups = SpillFile.read, [False]
+
+    def slow_read(file: SpillFile, slot: object, address: int) -> None:
+        if hiccups[0]:
+            hiccups[0] = False
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        read(file, slot, address)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SpillFile, "read", slow_read)
+    (plain, its), (model, optimizer) = make(), make()
+    interruptions = 0
+    with outgrow.Session(model, optimizer, budget="14MiB", policy=policy) as session:
+        for k in range(8):
+            snapshot = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            hiccups[0] = k > 2
+            try:
+                with session.step():
+                    train(model, optimizer, k)
+            except Stop:
+                interruptions += 1
+                model.load_state_dict(snapshot[0])
+                optimizer.load_state_dict(snapshot[1])
+                optimizer.zero_grad()
+                with session.step():
+                    train(model, optimizer, k)
+            train(plain, its, k)
+            assert are_same(model, plain), f"step {k}"
+    assert interruptions > 2
+    assert dropped == []
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "20MiB"])
+def test_no_signal_is_lost_and_the_books_stay_right(budget: str, dropped: list[object]) -> None:
+    (plain, its), (model, optimizer) = make(), make()
+    draw = random.Random(0)
+    raised, tries = 0, 12
+    with outgrow.Session(model, optimizer, budget=budget) as session:
+        for k in range(4):
+            with session.step():
+                train(model, optimizer, k)
+            train(plain, its, k)
+        alive = session.live_bytes
+        seconds = session.summary().step_seconds
+        for _ in range(tries):
+            snapshot = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            timer = threading.Timer(draw.random() * seconds, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                for k in range(4, 20):
+                    with session.step():
+                        train(model, optimizer, k)
+            except Stop:
+                raised += 1
+            timer.join()
+            model.load_state_dict(snapshot[0])
+            optimizer.load_state_dict(snapshot[1])
+            optimizer.zero_grad()
+        for k in range(4, 8):
+            with session.step():
+                train(model, optimizer, k)
+            train(plain, its, k)
+        assert session.live_bytes == alive
+    assert are_same(model, plain)
+    assert (raised, dropped) == (tries, [])
+
+
+def test_handlers_are_the_programs_own_outside_of_steps(dropped: list[object]) -> None:
+    model, optimizer = make()
+    with outgrow.Session(model, optimizer, budget="1GiB") as session:
+        for k in range(3):
+            with session.step():
+                train(model, optimizer, k)
+            assert signal.getsignal(signal.SIGINT) is stop
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            raise AssertionError("nobody sent this")
+
+        with session.step():
+            train(model, optimizer, 3)
+            signal.signal(signal.SIGINT, hear)
+        assert signal.getsignal(signal.SIGINT) is hear
+
+
+def test_code_of_the_programs_own_is_interrupted_at_once(dropped: list[object]) -> None:
+    model, optimizer = make()
+    reached = False
+    with outgrow.Session(model, optimizer, budget="20MiB") as session:
+        try:
+            with session.step():
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.001)
+                reached = True
+        except Stop:
+            assert not reached
+        else:
+            raise AssertionError("nobody was interrupted")
+        with session.step():
+            train(model, optimizer, 0)
+
+
+def test_steps_on_other_threads_leave_signals_alone(dropped: list[object]) -> None:
+    model, optimizer = make()
+    handlers = []
+
+    def run() -> None:
+        with outgrow.Session(model, optimizer, budget="20MiB") as session:
+            for k in range(3):
+                with session.step():
+                    handlers.append(signal.getsignal(signal.SIGINT))
+                    train(model, optimizer, k)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert handlers == [stop] * 3
+
+
+def test_steps_of_two_sessions_do_not_nest() -> None:
+    (one, its), (other, others) = make(), make()
+    with (
+        outgrow.Session(one, its, budget="20MiB") as outer,
+        outgrow.Session(other, others, budget="20MiB") as inner,
+    ):
+        with outer.step():
+            with pytest.raises(SessionError, match="share one session"), inner.step():
+                pass
+            train(one, its, 0)
+        with inner.step():
+            train(other, others, 0)
+    assert are_same(one, other)
+
+
+def test_a_session_that_nobody_holds_is_closed_by_who_opens_the_next() -> None:
+    model, optimizer = make()
+    session = outgrow.Session(model, optimizer, budget="20MiB")
+    with session.step():
+        train(model, optimizer, 0)
+    with pytest.raises(SessionError, match="close it first"):
+        outgrow.Session(model, optimizer, budget="20MiB")
+    del session
+    with outgrow.Session(model, optimizer, budget="20MiB") as session, session.step():
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all"])
+@pytest.mark.parametrize("late", [False, True], ids=["retain_graph", "backward after the step"])
+def test_a_graph_that_outlives_its_step_leaves_for_the_next(policy: str, late: bool) -> None:
+    """It is there where the budget has room, and counts as nobody's where it has not."""
+    (plain, its), (model, optimizer) = make(), make()
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, session: outgrow.Session | None) -> list[float]:
+        losses = []
+        loss: torch.Tensor | None = None
+        for k in range(5):
+            x = torch.randn(1024, 64, generator=torch.Generator().manual_seed(k))
+            with nullcontext() if session is None else session.step():
+                loss = model(x).square().mean()
+                if not late:
+                    loss.backward(retain_graph=True)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if late:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected = run(plain, its, None)
+    for budget in ("17MiB", "30MiB"):
+        model, optimizer = make()
+        with outgrow.Session(model, optimizer, budget=budget, policy=policy) as session:
+            assert run(model, optimizer, session) == expected
+            if not late:
+                assert session.peak_bytes <= session.budget_bytes
