@@ -10,6 +10,7 @@ that no plain training can run beside it in one process.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
@@ -159,6 +160,12 @@ class Job:
         torch.cuda.reset_peak_memory_stats()
         return {"budget": budget}
 
+    def rest(self) -> dict[str, Any]:
+        """Give back what only steps need."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        return {"reserved": torch.cuda.memory_reserved()}
+
     def run(self, steps: int) -> dict[str, Any]:
         """Train, and say what was measured: `seconds` are a step's, from the first's begin to the last's end.
 
@@ -306,6 +313,8 @@ def main() -> None:
     answer(begin)
     for line in sys.stdin:
         match line.split():
+            case ["rest"]:
+                answer(jobs[0].rest)
             case ["budget", nbytes]:
                 answer(partial(jobs[0].open, int(nbytes)))
             case ["gradients", steps, share]:
