@@ -22,8 +22,8 @@ _LEAST_SECONDS = 4.0
 _MOST_TIMES = 5
 # In a long step that evens out by itself: after so many seconds few are enough.
 _ENOUGH_SECONDS = 10.0
-# Before a step that counts the machine's own pace is measured, for this share of its time: before each, or where steps
-# are short as often as takes no longer than they do.
+# Before a step that counts the machine's own pace is measured, for this share of its time; where steps are short, as
+# often as takes no longer than they do.
 _SHARE_OF_PACE = 0.05
 
 
