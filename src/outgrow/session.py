@@ -366,7 +366,6 @@ class Session:
     def _end(self, error: BaseException | None) -> None:
         with self._held:
             self._close_step(error)
-        self._interrupts.check()
 
     def _close_step(self, error: BaseException | None) -> None:
         recorder, self._recorder = self._recorder, None

@@ -9,7 +9,6 @@ from itertools import accumulate
 from outgrow.planning.parks import away, gaps
 from outgrow.planning.problem import Problem, reading
 
-_MOST_OPS_OF_A_NODE = 64
 _Span = tuple[int, int, int, int]  # (first op, end op, bytes, value)
 
 
@@ -81,14 +80,15 @@ def needed_spans(problem: Problem) -> list[_Span]:
     """The spans for which each value must be on the device; spans of one do not overlap."""
     trace = problem.trace
     end = len(trace.ops)
+    last_node = max((start for saved in trace.saved for start in saved.unpacked), default=-1)
     uses: dict[int, list[tuple[int, int]]] = {}
     for saved in trace.saved:
         if not problem.is_movable(saved.value):
             continue
         spans = uses.setdefault(saved.value, [])
         for number, start in enumerate(saved.unpacked):
-            # Its node needs it to the end; but in a graph that outlives the step it may be away once that is done.
-            is_kept = saved.released == end and end - start > _MOST_OPS_OF_A_NODE
+            # Its node needs it until that has run; but of a graph that outlives the step it may be away from then on.
+            is_kept = saved.released == end and start < last_node
             is_last = number == len(saved.unpacked) - 1
             spans.append((start, saved.released if is_last and not is_kept else start + 1))
     found: list[_Span] = []

@@ -38,7 +38,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside is a step. What the program handles itself, or Python does, waits where it has to."""
+        """Inside is a step. What the program or Python handles waits where it has to, to the end at most."""
         if threading.current_thread() is threading.main_thread():  # handlers run on that one alone
             for number in map(int, _SIGNALS):
                 handler = signal.getsignal(number)
@@ -52,6 +52,7 @@ class Interrupts:
                 if signal.getsignal(number) == self._arrive:  # else the program has another one by now
                     signal.signal(number, handler)
             self._usual.clear()
+            self.check()
 
     @contextmanager
     def let_in(self) -> Iterator[None]:
