@@ -391,10 +391,9 @@ def test_help_names_extras_as_pip_wants_them(command: str) -> None:
 
 
 def test_a_full_disk_under_the_output_is_an_error_in_a_line() -> None:
+    command = [sys.executable, "-m", "outgrow", "networks", "alexnet"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "outgrow", "networks"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert "No space left" in done.stderr
     assert "Traceback" not in done.stderr
