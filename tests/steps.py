@@ -6,10 +6,12 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import outgrow
 from outgrow.planning.parks import gaps, park, parks_for
@@ -198,6 +200,20 @@ def assert_equal_to_plain(make: Make, *, share: float = 0.6, policy: str | Polic
     ours, summaries = train_in_session(make, steps, budget=budget, policy=policy)
     assert ours == plain
     assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+
+
+def rise_of(act: Callable[[], object]) -> int:
+    """How far `act` lifts live bytes on the CPU at its highest, by the allocator's own word to PyTorch's profiler.
+
+    It knows of what is freed only if it saw that being made: so ask of the step before, too.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        act()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in events), initial=0))
 
 
 def with_disk(problem: Problem, speed: float) -> Problem:

@@ -529,6 +529,13 @@ def test_what_is_no_model_or_no_optimizer_is_refused(training: Training) -> None
         training.session(least_moved_bytes=0)
 
 
+def test_a_step_without_anything_in_it_is_none_the_worse(training: Training) -> None:
+    with training.session() as session:
+        for _ in range(10):
+            with session.step():
+                pass
+
+
 def test_a_step_that_cannot_begin_leaves_the_session_as_it_was(training: Training) -> None:
     with training.session() as session:
         with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from outgrow.planning.policies import find
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.tracing.ir import Phase
+from steps import rise_of
 from test_auto import GPU, NO_LINK, trace_of
 
 QUIET = StepOutcome(
@@ -240,6 +242,31 @@ def test_gradients_are_counted_once_wherever_a_program_clears_them(clears: str) 
         plan = session.plan
     assert plan is not None
     assert plan.problem.base_bytes < 2 << 20
+
+
+def test_what_is_made_once_and_stays_counts_beside_gradients_that_are_made_anew() -> None:
+    """An average of the parameters, begun when the old gradients have gone and the new ones have come."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU()) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    average: list[torch.Tensor] = []
+
+    def step(session: outgrow.Session, k: int) -> None:
+        with session.step():
+            loss = model(torch.randn(2048, 512)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if k == 1:
+                average.extend(parameter.detach().clone() for parameter in model.parameters())
+
+    with outgrow.Session(model, optimizer, budget=66 << 20) as session:
+        for k in range(8):
+            if k < 4:
+                step(session, k)
+            else:
+                highest = session.live_bytes + rise_of(partial(step, session, k))
+                assert k == 4 or highest <= session.budget_bytes, f"step {k}"
 
 
 def test_after_a_search_that_found_nothing_better_the_next_waits_for_a_larger_change(trace: outgrow.Trace) -> None:

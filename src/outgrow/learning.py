@@ -87,6 +87,8 @@ class Planner:
                 peaks = (format_bytes(outcome.peak_bytes), format_bytes(kind.plan.expected_peak_bytes))
                 _LOG.info("a step peaked at %s and was predicted at %s: the next one is recorded", *peaks)
             return False
+        if prediction.step_seconds <= 0:  # a step without ops
+            return False
         kind.recent = [*kind.recent, (outcome.seconds, outcome.stall_seconds)][-kind.timed_steps :]
         if len(kind.recent) < TIMED_STEPS:
             return False

@@ -353,6 +353,8 @@ class Session:
         self._modules = ModuleNames(self._models if records else ())
         self._recorder = Recorder(self._ledger, self._modules, kinds) if records else None
         watch = records or plan is None or self._wary or self._watches_all or not keeps_everything(plan)
+        # Graphs of earlier steps are no part of a plan: where they take its room, they have to leave.
+        watch = watch or any(True for _ in self._pool.spare())
         verdicts = Verdicts() if kind is None else kind.verdicts
         with ExitStack() as undo:
             if self._recorder is not None:
@@ -447,8 +449,7 @@ class Session:
         start = time.perf_counter()
         trace = with_lasting_state(trace)
         # What else was made in this step and stays is there from now on.
-        others = trace.resident_bytes(-1) + self._bytes_of_new_gradients(trace) + self._pool.spare_bytes
-        base = max(0, self._ledger.live_bytes - others)
+        base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1) - self._passing_bytes(trace))
         # Blocks in use are larger than what lies in them, never by quite as much.
         jitter = self.budget_bytes // _JITTER_SHARE if self._memory.is_counted else 0
         # A program that keeps something of each step until the next one has as much there all the time.
@@ -474,14 +475,20 @@ class Session:
             _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
         self._kinds.learnt(known)
 
-    def _bytes_of_new_gradients(self, trace: Trace) -> int:
-        """Bytes of gradients that the step of a trace made and that are still there.
+    def _passing_bytes(self, trace: Trace) -> int:
+        """Bytes of what the step of a trace made that is still there, and will not be there all the time.
 
-        The next step makes them anew, or finds them and is another one than this: programs clear them when they like.
+        Gradients: the next step makes them anew, or finds them and is another one than this, as programs clear them
+        when they like. And graphs that the program keeps: they leave where their room is needed.
         """
         births = trace.storage_births
         made = {value.storage for value in trace.values if value.kind is Kind.GRADIENT and births[value.storage] >= 0}
-        return sum(record.nbytes for record in self._ledger.alive() if record.serial in made)
+        new = sum(record.nbytes for record in self._ledger.alive() if record.serial in made)
+        before = [value for value in trace.values if value.birth < 0]
+        old = sum(value.nbytes for value in before if value.kind is Kind.GRADIENT and value.death < len(trace.ops))
+        known = {value.storage for value in before}
+        spare = sum(record.nbytes for record in self._pool.spare() if record.serial not in known)
+        return max(0, new - old) + spare
 
     def _measured_hardware(self) -> Hardware:
         """This machine, with the speeds of copies as those of the session were measured so far."""

@@ -21,6 +21,7 @@ from outgrow.runtime.care import Need
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
+from outgrow.runtime.interrupts import Interrupts
 from outgrow.runtime.recording import Recording
 from outgrow.runtime.room import Room
 from outgrow.runtime.tiers.memory import DeviceMemory
@@ -73,6 +74,7 @@ class CompiledCode:
         fast_path: FastPath,
         convolutions: Convolutions,
         room: Room,
+        interrupts: Interrupts,
         host: Host,
     ) -> None:
         self._modules = modules
@@ -81,6 +83,7 @@ class CompiledCode:
         self._fast = fast_path
         self._convolutions = convolutions
         self._room = room
+        self._interrupts = interrupts
         self._host = host
         self._rises: dict[Hashable, int] = {}
         self._guesses: dict[Hashable, int] = {}  # of code that is like such as was seen
@@ -160,7 +163,7 @@ class CompiledCode:
             if self._recording is not None:
                 visit.opened = self._recording.recorder.open_op(COMPILED, inputs, module)
         try:
-            with _without(watch):
+            with _without(watch), self._interrupts.let_in():  # it may be compiled first
                 result = run(*args, **kwargs)
         except BaseException as error:
             self._abort()
@@ -250,9 +253,8 @@ class CompiledCode:
         # Where a compiler tries kernels out on a device, it may have done so just now.
         is_sure = whole is not None and (self._fast.most_bytes is not None or visit.key in self._tried)
         if len(self._tried) >= _MOST_CALLS:
-            self._tried.clear()
-            self._rises.clear()
-            self._wants.clear()
+            for known in (self._tried, self._rises, self._wants, self._guesses):
+                known.clear()
         self._tried.add(visit.key)
         if is_sure:
             self._rises[visit.key] = max(self._rises.get(visit.key, 0), visit.own_bytes)

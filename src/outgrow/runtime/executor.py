@@ -107,7 +107,9 @@ class Executor:
         pool.parked = self._parking
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         room.ask(self._parking, self._demand)
-        self._compiled = CompiledCode(compiled, ledger, memory, self._fast, self._convolutions, room, self)
+        self._compiled = CompiledCode(
+            compiled, ledger, memory, self._fast, self._convolutions, room, self._interrupts, self
+        )
         # A compiler looks at all that compiled code calls. Imported here, as an optimizer has done that already.
         from torch._dynamo.decorators import skip
 
@@ -146,6 +148,7 @@ class Executor:
         counts_on_more = not self._changes_threads and (plan is None or bool(plan.parks or plan.reuses))
         # Compiled code reads and writes what nobody sees.
         on_demand = watch and recorder is not None and counts_on_more and not self._compiled
+        self._recording = None
         if recorder is not None:
             self._recording = Recording(recorder, self._ledger, self._clock, self._lost_seconds)
         self._reset(plan, verdicts, on_demand=on_demand, is_foreign=is_foreign)

@@ -9,16 +9,19 @@ interrupted.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any
 
 # Code that keeps books: beneath it nobody is interrupted.
 _OURS = ("outgrow.runtime.", "outgrow.tracing.", "outgrow.session", "outgrow.kinds", "outgrow.learning")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Those by which programs are ended, timed, or told that they will be ended.
+_SIGNALS = tuple(
+    map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2))
+)
 
 _Handler = Callable[[int, FrameType | None], Any]
 
@@ -32,40 +35,45 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.waiting = False
-        self._arrived: list[Callable[[], Any]] = []
+        self._arrived: list[int] = []
+        # The program's handlers, or Python's. They stay known: a program may put ours back when the step is over.
         self._usual: dict[int, _Handler] = {}
-        self._may_come = self._is_shut = False
+        self._open_at: FrameType | None = None
+        self._is_shut = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside is a step. What the program or Python handles waits where it has to, to the end at most."""
-        if threading.current_thread() is threading.main_thread():  # handlers run on that one alone
-            for number in map(int, _SIGNALS):
+        if _is_main_thread():  # handlers run on that one alone
+            for number in _SIGNALS:
                 handler = signal.getsignal(number)
-                if callable(handler):
+                if callable(handler) and handler != self._arrive:
                     self._usual[number] = handler
                     signal.signal(number, self._arrive)
         try:
             yield
         finally:
-            for number, handler in self._usual.items():
-                if signal.getsignal(number) == self._arrive:  # else the program has another one by now
-                    signal.signal(number, handler)
-            self._usual.clear()
+            if _is_main_thread():
+                for number in _SIGNALS:
+                    if signal.getsignal(number) == self._arrive:  # else the program has another one by now
+                        signal.signal(number, self._usual[number])
             self.check()
 
     @contextmanager
     def let_in(self) -> Iterator[None]:
-        """Inside nothing is half done, and it may take long: whoever arrives is let in at once."""
+        """Inside nothing of the caller's is half done, and it may take long: whoever arrives is let in at once.
+
+        Not where code of ours runs that is called from there.
+        """
         if self._is_shut:
             yield
             return
         self.check()
-        before, self._may_come = self._may_come, True
+        before, self._open_at = self._open_at, sys._getframe(2)
         try:
             yield
         finally:
-            self._may_come = before
+            self._open_at = before
 
     @contextmanager
     def shut(self) -> Iterator[None]:
@@ -78,25 +86,27 @@ class Interrupts:
 
     def check(self) -> None:
         """Nothing is half done here: let in who waits. Raises what the program's handlers do."""
-        if threading.current_thread() is threading.main_thread():
+        if _is_main_thread():
             while self._arrived:
-                handle = self._arrived.pop(0)
+                number = self._arrived.pop(0)
                 self.waiting = bool(self._arrived)
-                handle()
+                self._usual[number](number, sys._getframe())
 
     def _arrive(self, number: int, frame: FrameType | None) -> None:
-        handler = self._usual[number]
-        if self._may_come or not _is_ours(frame):
-            handler(number, frame)
-        else:
-            self._arrived.append(partial(handler, number, None))
+        if self._has_to_wait(frame):
+            self._arrived.append(number)
             self.waiting = True
+        else:
+            self._usual[number](number, frame)
+
+    def _has_to_wait(self, frame: FrameType | None) -> bool:
+        """Whether code of ours runs, or has called what runs."""
+        while frame is not None and frame is not self._open_at:
+            if str(frame.f_globals.get("__name__", "")).startswith(_OURS):
+                return True
+            frame = frame.f_back
+        return False
 
 
-def _is_ours(frame: FrameType | None) -> bool:
-    """Whether code of ours runs, or what it called."""
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(_OURS):
-            return True
-        frame = frame.f_back
-    return False
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

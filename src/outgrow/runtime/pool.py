@@ -581,11 +581,12 @@ class Pool:
             self._recent[entry] = None
             self._recent.move_to_end(entry)
 
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes in memory that could be sent away now: of graphs that the program keeps, between two steps."""
-        there = {id(entry.record): entry for entry in self._entries.values() if entry.storage is not None}
-        return sum(entry.nbytes for entry in there.values() if entry.writing is not None or self._may_leave(entry))
+    def spare(self) -> Iterator[StorageRecord]:
+        """Storages that could be sent away now: of graphs that the program keeps, between two steps."""
+        there = {entry.record.serial: entry for entry in self._entries.values() if entry.storage is not None}
+        for entry in there.values():
+            if entry.writing is not None or self._may_leave(entry):
+                yield entry.record
 
     def holdings(self) -> str:
         """What the pool has in memory, for error messages."""

@@ -162,8 +162,9 @@ def is_opaque(tensor: torch.Tensor) -> bool:
     A sparse one is made of others, a wrapper lies around others, and zeros of forward derivatives have none.
     """
     kind = type(tensor)
-    wraps = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor)
-    return wraps or tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor()
+    if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor):
+        return True
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor()
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

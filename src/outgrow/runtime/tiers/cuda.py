@@ -176,9 +176,10 @@ class CudaMemory:
         found = False
         if nbytes + ROUNDING_BYTES <= self._budget - allocated:
             found = self._finds(nbytes)
-            for ends in () if found else _ENDS_BYTES:
+            further = iter(_ENDS_BYTES)
+            while not found and (ends := next(further, 0)):
                 with self._moved_to(allocated + nbytes + ends):
-                    found = found or self._finds(nbytes)
+                    found = self._finds(nbytes)
         with self._moved_to(self._now()[1] + (_SMALL_PIECES_BYTES if found else nbytes + _PIECES_BYTES)):
             yield
 
