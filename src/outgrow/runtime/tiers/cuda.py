@@ -79,7 +79,8 @@ class CudaMemory:
         self._usual_share = torch.cuda.get_per_process_memory_fraction(device)
         # It is compared before whole pieces are taken.
         slack = int(budget_bytes * (_RESERVED_SHARE - 1))
-        self._wall = budget_bytes + slack - min(_PIECE_BYTES, slack // 8)
+        self._most_reserved = budget_bytes + slack
+        self._wall = self._most_reserved - min(_PIECE_BYTES, slack // 8)
         self._refused = self._counter("num_ooms")
         self._at_end: tuple[int, int] | None = None  # retries and reserved bytes when the last step was over
         self._is_planned = False
@@ -128,7 +129,7 @@ class CudaMemory:
         """Put the wall where it should be, and remember how the allocator was left."""
         self._at_end = retries, reserved = self._state()
         self._is_calm = retries == self._retries and reserved + _NEAR_BYTES <= self._wall
-        if reserved > self._wall:  # else the next step would go on from there
+        if reserved > self._most_reserved:  # else the next step would go on from there
             torch.cuda.empty_cache()
         self.is_open = False
         self._stretched_to = 0
