@@ -137,8 +137,10 @@ class Ledger:
             return None
         # Most were seen before, and each op asks for all of its arguments.
         record = self._records.get(storage._cdata)
-        if record is not None and record.storage() is not None and record.nbytes == storage.nbytes():
-            return record
+        if record is not None and record.nbytes == storage.nbytes():
+            ref = record.ref
+            if ref is not None and ref() is not None:
+                return record
         return self.see_storage(storage) if self._is_here(tensor) else None
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
