@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import signal
 import subprocess
@@ -398,6 +399,27 @@ def test_a_graph_may_be_used_again_in_later_steps(policy: str, first: int) -> No
         ours = train(session, training)
     assert all(offloaded[3:])
     assert same(ours, plain)
+
+
+def test_a_process_that_is_forked_in_a_step_says_that_it_cannot_train() -> None:
+    """It has no threads that copy, and the spill file is not its own."""
+    training = Training()
+    with training.session(policy="lru") as session:
+        training.steps(session, range(2))
+        with session.step():
+            loss = training.forward(2)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                try:
+                    loss.backward()
+                except BaseException as error:
+                    os._exit(3 if isinstance(error, outgrow.SessionError) else 4)
+                os._exit(5)
+            loss.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 def test_a_graph_that_is_dropped_in_a_later_step_does_not_disturb_it() -> None:

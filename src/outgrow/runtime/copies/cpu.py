@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from outgrow.errors import SessionError
 from outgrow.runtime.copies.copy import Copy
 from outgrow.runtime.threads import stacks_of
 from outgrow.runtime.tiers.disk import SpillFile
@@ -68,6 +70,7 @@ class Lane:
         self._queue: SimpleQueue[LaneCopy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._process = os.getpid()
         self.moved_bytes = 0
         self.busy_seconds = 0.0
         self.processor_seconds = 0.0
@@ -79,7 +82,14 @@ class Lane:
         return copy
 
     def hand_over(self, copy: LaneCopy) -> None:
-        """Have the thread make a copy; where there can be none, make it here and now."""
+        """Have the thread make a copy; where there can be none, make it here and now.
+
+        Raises:
+            SessionError: this is a copy of the process whose session it is. Threads do not come along, and the places
+                in the next tier are the other's.
+        """
+        if os.getpid() != self._process:
+            raise SessionError("this process was forked in a step of a session: train in the one that opened it")
         if self._thread is None and (self._closed or not self._start()):
             self._carry_out(copy)
         else:
