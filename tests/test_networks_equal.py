@@ -23,7 +23,7 @@ FAMILIES: tuple[tuple[str | Policy, ...], ...] = (
 # One of each kind meets all families, the others `auto`'s and one more.
 OF_EACH_KIND = ("resnet-18", "unet", "gpt-2x64")
 # And these `auto`'s alone: to make and to update their hundred million parameters takes most of their time.
-OF_LARGE_LAYERS = ("overfeat", "vgg-16")
+OF_LARGE_LAYERS = ("overfeat", "vgg-16", "vit-b16")
 STEPS = 4  # cold, recorded under its first plan, under the plan of the steady step, and one that lets ops pass
 
 
