@@ -77,10 +77,11 @@ class CudaMemory:
         self._ledger = ledger
         self._total = torch.cuda.mem_get_info(device)[1]
         self._usual_share = torch.cuda.get_per_process_memory_fraction(device)
-        # It is compared before whole pieces are taken.
+        # It is compared before whole pieces are taken. Small budgets need each piece that they may have.
         slack = int(budget_bytes * (_RESERVED_SHARE - 1))
         self._most_reserved = budget_bytes + slack
-        self._wall = self._most_reserved - min(_PIECE_BYTES, slack // 8)
+        self._wall = self._most_reserved - min(_PIECE_BYTES, max(0, slack - _PIECES_BYTES))
+        self._near = min(_NEAR_BYTES, slack // 3)
         self._refused = self._counter("num_ooms")
         self._at_end: tuple[int, int] | None = None  # retries and reserved bytes when the last step was over
         self._is_planned = False
@@ -128,7 +129,7 @@ class CudaMemory:
     def end_step(self) -> None:
         """Put the wall where it should be, and remember how the allocator was left."""
         self._at_end = retries, reserved = self._state()
-        self._is_calm = retries == self._retries and reserved + _NEAR_BYTES <= self._wall
+        self._is_calm = retries == self._retries and reserved + self._near <= self._wall
         if reserved > self._most_reserved:  # else the next step would go on from there
             torch.cuda.empty_cache()
         self.is_open = False
