@@ -461,3 +461,30 @@ def test_after_a_fault_everything_is_back_and_the_file_is_empty(
             F.cross_entropy(model(x), torch.zeros(8, dtype=torch.int64)).backward()
         assert torch.equal(kept[0].detach(), true[0].sigmoid())
         assert session._spill._end == session._spill._planned_end
+
+
+def test_a_second_step_that_holds_more_than_the_first_fits_all_the_same(seen: Seen) -> None:
+    """It is recorded, too, but under a plan: one that knows nothing of what the program holds from here on."""
+    extra = 1 << 17  # numbers in each of what it holds
+
+    def make() -> Training:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def run(k: int) -> torch.Tensor:
+            held = [torch.full((extra,), float(i)).sin() for i in range(4)] if k else []
+            loss = model(torch.randn(1024, 128, generator=torch.Generator().manual_seed(k))).sum() * 1e-3
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach() + sum(float(item.sum()) for item in held)
+
+        return Training([model], [optimizer], run)
+
+    plain = train_plain(make, 6)
+    budget = 3_200_000
+    ours, summaries = train_in_session(make, 6, budget=budget)
+    assert ours == plain
+    assert max(summary.measured_peak_bytes for summary in summaries) <= budget
+    assert seen.parked

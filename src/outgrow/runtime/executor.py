@@ -143,11 +143,9 @@ class Executor:
         self._thread = threading.get_ident()
         self._ledger.work_here()
         self._kinds = kinds
-        # A recorded step runs the plain ops: it does not fit by itself where its plan counts on others. And every op
-        # of it is seen, views too.
-        counts_on_more = not self._changes_threads and (plan is None or bool(plan.parks or plan.reuses))
-        # Compiled code reads and writes what nobody sees.
-        on_demand = watch and recorder is not None and counts_on_more and not self._compiled
+        # A recorded step runs the plain ops, whatever its plan counts on, and is recorded as nobody knows yet what it
+        # needs. But every op of it is seen, views too; compiled code reads and writes what nobody sees.
+        on_demand = watch and recorder is not None and not self._changes_threads and not self._compiled
         self._recording = None
         if recorder is not None:
             self._recording = Recording(recorder, self._ledger, self._clock, self._lost_seconds)
