@@ -31,7 +31,7 @@ QUIET = StepOutcome(
     kept_bytes=0,
     oom_retries=0,
     fault_level=0,
-    watched=True,
+    knows_peak=True,
     blind=False,
     followed=True,
     proved=False,
@@ -269,6 +269,34 @@ def test_what_is_made_once_and_stays_counts_beside_gradients_that_are_made_anew(
                 alive = sum(tensor.nbytes for tensor in (*model.parameters(), *gradients, *average))
                 highest = alive + rise_of(partial(step, session, k))
                 assert k == 4 or highest <= session.budget_bytes, f"step {k}"
+
+
+@pytest.mark.parametrize(("begins", "budget"), [("an average", 9_400_000), ("the optimizer", 8_000_000)])
+def test_what_begins_late_in_steps_that_nobody_watches_is_counted_and_gets_its_room(begins: str, budget: int) -> None:
+    """Where a plan keeps everything no op is seen. The step in which it begins may pass the budget, and says so."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU()) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    average: list[torch.Tensor] = []
+
+    def step(session: outgrow.Session, k: int) -> None:
+        with session.step():
+            model(torch.randn(512, 256)).square().mean().backward()
+            if begins == "an average" or k >= 5:
+                optimizer.step()
+            optimizer.zero_grad()
+            if begins == "an average" and k == 5:
+                average.extend(parameter.detach().clone() for parameter in model.parameters())
+
+    with outgrow.Session(model, optimizer, budget=budget) as session:
+        for k in range(10):
+            state = [entry["momentum_buffer"] for entry in optimizer.state.values()]
+            alive = sum(tensor.nbytes for tensor in (*model.parameters(), *state, *average))
+            highest = alive + rise_of(partial(step, session, k))
+            if k > 3:
+                assert session.summary().measured_peak_bytes >= 0.98 * highest, f"step {k} peaks higher than it says"
+            if k > 6:
+                assert highest <= budget, f"step {k}"
 
 
 def test_after_a_search_that_found_nothing_better_the_next_waits_for_a_larger_change(trace: outgrow.Trace) -> None:

@@ -81,7 +81,7 @@ class Planner:
             return False
         prediction = kind.plan.simulate()
         peak = outcome.peak_bytes - outcome.leaving_bytes
-        if outcome.watched and peak > kind.plan.expected_peak_bytes * (1 + _PEAK_TOLERANCE):
+        if outcome.knows_peak and peak > kind.plan.expected_peak_bytes * (1 + _PEAK_TOLERANCE):
             kind.distrust()
             if not kind.steady:
                 peaks = (format_bytes(outcome.peak_bytes), format_bytes(kind.plan.expected_peak_bytes))

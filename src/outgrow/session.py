@@ -353,8 +353,8 @@ class Session:
         self._modules = ModuleNames(self._models if records else ())
         self._recorder = Recorder(self._ledger, self._modules, kinds) if records else None
         watch = records or plan is None or self._wary or self._watches_all or not keeps_everything(plan)
-        # Graphs of earlier steps are no part of a plan: where they take its room, they have to leave.
-        watch = watch or any(True for _ in self._pool.spare())
+        # What the plan knows nothing of may take its room; graphs of earlier steps have to leave for it.
+        watch = watch or self._is_fuller_than(plan) or any(True for _ in self._pool.spare())
         verdicts = Verdicts() if kind is None else kind.verdicts
         with ExitStack() as undo:
             if self._recorder is not None:
@@ -387,7 +387,7 @@ class Session:
             self._planned_budget = min(self._planned_budget, outcome.fault_level)
             if expected is not None:
                 expected.distrust()
-        if outcome.watched:
+        if outcome.knows_peak:
             self._peak = max(self._peak, outcome.peak_bytes)
         elif outcome.followed and expected is not None:
             self._peak = max(self._peak, expected.measured_peak)
@@ -475,6 +475,13 @@ class Session:
             _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
         self._kinds.learnt(known)
 
+    def _is_fuller_than(self, plan: Plan | None) -> bool:
+        """Whether more is there as a step begins than its plan reckons with."""
+        if plan is None:
+            return True
+        foreseen = plan.problem.trace.bytes_before + plan.problem.base_bytes
+        return self._ledger.live_bytes > foreseen + max(_LEAST_BASE_BYTES, self.budget_bytes // _JITTER_SHARE)
+
     def _passing_bytes(self, trace: Trace) -> int:
         """Bytes of what the step of a trace made that is still there, and will not be there all the time.
 
@@ -508,7 +515,7 @@ class Session:
         """`kind` is what the step was expected to be, `plan` its plan then if the step followed that."""
         away = outcome.planned_bytes + outcome.evicted_bytes
         peak = outcome.peak_bytes
-        if kind is not None and plan is not None and not outcome.watched:
+        if kind is not None and plan is not None and not outcome.knows_peak:
             peak = kind.measured_peak
         summary = Summary(
             policy=self._policy.name,

@@ -154,7 +154,7 @@ class Executor:
         # Where the cache decides it keeps to what plans keep to.
         decides = recorder is not None or plan is None or plan.evicts
         self._room.begin(keeps_margin=decides, counts_always=recorder is not None)
-        self._watched = watch
+        self._watched, self._is_counted_by_blocks = watch, not watch
         self._modes = _len_torch_dispatch_stack()
         self._pool.reset_counters()
         self._ledger.on_death = recorder.died if recorder is not None else None
@@ -175,6 +175,8 @@ class Executor:
             if watch:
                 stack.enter_context(mode := Watch(self, self._table))
                 stack.enter_context(self._compiled.around(mode, self._recording))
+            else:  # nobody makes room, but what is made counts
+                stack.enter_context(self._fast.paused())
             if self._parking.on:
                 stack.enter_context(Access(self._parking))
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
@@ -197,6 +199,10 @@ class Executor:
             with torch._C.DisableTorchFunction():
                 self._parking.end()
             self.came_to(self._ledger.live_bytes)
+            knows_peak = self._watched
+            if self._is_counted_by_blocks and self._fast.most_bytes is not None:
+                self.came_to(self._fast.most_bytes)
+                knows_peak = True
             if self._fast.peak_bytes > self._peak:
                 self._peak, self._leaving_at_peak = self._fast.peak_bytes, self._pool.most_leaving_bytes
             seconds = time.perf_counter() - self._started
@@ -234,7 +240,7 @@ class Executor:
             ),
             oom_retries=self._pool.faults + unsaid,
             fault_level=self._pool.fault_level or (self._peak if unsaid else 0),
-            watched=self._watched,
+            knows_peak=knows_peak,
             blind=self._blind,
             followed=self._follower.done,
             proved=self._recomputer.proofs + self._parking.proofs > 0,
@@ -269,7 +275,7 @@ class Executor:
         self._saved_bytes = 0
         self._blind = False
         self._peak = self._leaving_at_peak = 0
-        self._watched = False
+        self._watched = self._is_counted_by_blocks = False
         self._beside_compiler = False  # compiled code calls
         self._follower.begin(plan)
         verdicts = verdicts or Verdicts()

@@ -52,7 +52,8 @@ class Lending:
         """Whether a storage of this step is a parameter's gradient now: hooks make other tensors beside it."""
         if record.serial not in self._gradients:
             with torch._C.DisableTorchFunction():
-                addresses = {gradient.untyped_storage()._cdata for gradient in self._gradients_now()}
+                dense = (item for item in self._gradients_now() if item.layout is torch.strided)
+                addresses = {gradient.untyped_storage()._cdata for gradient in dense}
             if record.address in addresses:
                 self._gradients.add(record.serial)
         return record.serial in self._gradients

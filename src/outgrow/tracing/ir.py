@@ -152,6 +152,11 @@ class Trace:
         """Bytes of the values that are alive at op `at` in a plain step; -1 asks for before the step."""
         return sum(value.nbytes for value in self.values if value.birth <= at < value.death)
 
+    @cached_property
+    def bytes_before(self) -> int:
+        """Bytes of the values that are there before the step."""
+        return self.resident_bytes(-1)
+
     @property
     def first_saves(self) -> list[int]:
         """For each saved tensor the number of the first one that has the same value."""
