@@ -244,8 +244,13 @@ def test_too_small_a_budget_reaches_the_user_with_the_least_one(lab: Lab) -> Non
         lab.trainer(model, data, callback).train()
     peak = lab.plain_peak(bert)
     with pytest.raises(outgrow.BudgetTooSmall, match="least budget") as caught:
-        lab.train(bert, int(0.25 * peak))
-    assert caught.value.least_bytes > 0.25 * peak
+        lab.train(bert, int(0.2 * peak))
+    assert caught.value.least_bytes > 0.2 * peak
+    trained = lab.train(bert, int(0.25 * peak))
+    assert trained.session is not None
+    assert trained.session.peak_bytes <= 0.25 * peak
+    plain = lab.train(bert)
+    assert (trained.losses, trained.state) == (plain.losses, plain.state)
     assert _get_current_dispatch_mode_stack() == []
 
 
