@@ -22,6 +22,9 @@ from torch.nn import functional as F
 
 import outgrow
 from outgrow.errors import SessionError
+from outgrow.planning.plan import Plan
+from outgrow.planning.policies import find
+from outgrow.planning.problem import Problem
 from outgrow.runtime.tiers.disk import SpillFile
 from steps import rise_of
 
@@ -218,6 +221,34 @@ def test_who_arrives_in_a_step_that_fails_at_its_end_is_let_in_then(
         assert isinstance(caught.value.__context__, ValueError)
         with session.step():
             train(model, optimizer, 1)
+
+
+def test_planning_is_interrupted_at_once(dropped: list[object]) -> None:
+    """It may take seconds."""
+    reached = []
+
+    class Pondering:
+        name = "pondering"
+        is_at_work = True
+
+        def plan(self, problem: Problem) -> Plan:
+            if self.is_at_work:
+                interrupt()
+                reached.append(problem)
+            return find("lru").plan(problem)
+
+    (plain, its), (model, optimizer), policy = make(), make(), Pondering()
+    with outgrow.Session(model, optimizer, budget="20MiB", policy=policy) as session:
+        with pytest.raises(Stop), session.step():
+            train(model, optimizer, 0)
+        assert not reached
+        policy.is_at_work = False
+        for k in (1, 2, 3):
+            with session.step():
+                train(model, optimizer, k)
+    for k in range(4):
+        train(plain, its, k)
+    assert are_same(model, plain)
 
 
 def test_a_compiler_at_work_is_interrupted_at_once(dropped: list[object]) -> None:

@@ -253,8 +253,8 @@ class CompiledCode:
         # Where a compiler tries kernels out on a device, it may have done so just now.
         is_sure = whole is not None and (self._fast.most_bytes is not None or visit.key in self._tried)
         if len(self._tried) >= _MOST_CALLS:
-            for known in (self._tried, self._rises, self._wants, self._guesses):
-                known.clear()
+            for memory in (self._tried, self._rises, self._wants, self._guesses):
+                memory.clear()
         self._tried.add(visit.key)
         if is_sure:
             self._rises[visit.key] = max(self._rises.get(visit.key, 0), visit.own_bytes)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 # Code that keeps books: beneath it nobody is interrupted.
-_OURS = ("outgrow.runtime.", "outgrow.tracing.", "outgrow.session", "outgrow.kinds", "outgrow.learning")
+_OURS = ("outgrow.runtime.", "outgrow.tracing.", "outgrow.session", "outgrow.kinds")
 # Those by which programs are ended, timed, or told that they will be ended.
 _SIGNALS = tuple(
     map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2))
