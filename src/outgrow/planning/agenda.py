@@ -70,6 +70,29 @@ def _wanted_back(plan: Plan) -> dict[tuple[int, str, int], int]:
     return wanted
 
 
+def stays_of(plan: Plan) -> list[int]:
+    """Of each saved tensor, whether it stays: the plan neither moves its value nor makes anything anew from that.
+
+    -1 for those that do not. Of the others the bytes of the value, if this is its first saved tensor and it could
+    leave, else 0. Where the plan counts on the cache, which may send anything away, nothing stays.
+    """
+    problem = plan.problem
+    saved = problem.trace.saved
+    if plan.evicts and plan.prediction.evicted_bytes > 0:
+        return [-1] * len(saved)
+    recipes = (problem.recipes.find(item.value) for item in plan.recomputes)
+    moved = {item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items}
+    moved.update(*(recipe.sources for recipe in recipes if recipe is not None))
+    counted = set(moved)
+    found: list[int] = []
+    for item in saved:
+        is_new = item.value not in counted and problem.is_movable(item.value)
+        counted.add(item.value)
+        nbytes = problem.trace.values[item.value].nbytes if is_new else 0
+        found.append(-1 if item.value in moved else nbytes)
+    return found
+
+
 @reading
 def saved_values(problem: Problem) -> dict[int, tuple[int, int, bool]]:
     """Of each value that autograd saves: its bytes, the op from which on it is autograd's, if it may move."""

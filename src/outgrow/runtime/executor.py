@@ -33,7 +33,7 @@ from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.follower import Follower
-from outgrow.runtime.handles import Handle
+from outgrow.runtime.handles import Handle, Stay
 from outgrow.runtime.interrupts import Interrupts
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.parking import Parking
@@ -42,6 +42,7 @@ from outgrow.runtime.recompute import Recomputer, Verdicts
 from outgrow.runtime.recording import Recording
 from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.room import Room
+from outgrow.runtime.staying import Staying
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.watch import Watch
 from outgrow.tracing.ir import Event, Kind
@@ -105,6 +106,7 @@ class Executor:
         self._reuser = Reuser(ledger, pool)
         self._parking = Parking(ledger, pool, copies, memory, room.make, self._run_inside, gradients)
         pool.parked = self._parking
+        pool.unknown = self._staying = Staying(self, ledger, pool, self._nothing)
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         room.ask(self._parking, self._demand)
         self._compiled = CompiledCode(
@@ -258,6 +260,7 @@ class Executor:
         self._fast.end(followed=self._follower.done and not self._pool.faults)
         self._stack.close()
         self._stack = None
+        self._staying.show_all()  # a graph that outlives the step
         self._memory.end_step()
         self._recording = None
         self._ledger.on_death = None
@@ -286,6 +289,7 @@ class Executor:
             plan, self._kinds, verdicts, on_demand=on_demand, recorded=recorded, is_foreign=is_foreign
         )
         self._demand.begin(self._kinds, on=on_demand)
+        self._staying.begin(None if recorded else plan, self._kinds)
 
     def close(self) -> None:
         """The session ends: there will be no more steps."""
@@ -303,33 +307,41 @@ class Executor:
         while self._released_elsewhere:
             self.released(self._released_elsewhere.popleft())
 
-    def pack(self, tensor: torch.Tensor) -> Handle:
+    def pack(self, tensor: torch.Tensor) -> Handle | Stay:
         """Autograd saves a tensor."""
         return self._pack_beside_compiler(tensor) if get_eval_frame_callback() else self._pack(tensor)
 
     @_disable_dynamo
-    def _pack_beside_compiler(self, tensor: torch.Tensor) -> Handle:
+    def _pack_beside_compiler(self, tensor: torch.Tensor) -> Handle | Stay:
         self._beside_compiler = True
         try:
             return self._pack(tensor)
         finally:
             self._beside_compiler = False
 
-    def _pack(self, tensor: torch.Tensor) -> Handle:
+    def _pack(self, tensor: torch.Tensor) -> Handle | Stay:
         if self._interrupts.waiting:
             self._interrupts.check()
         if self._changes_threads:
             self.come_here()
         while self._released_elsewhere:
             self.released(self._released_elsewhere.popleft())
+        number, self._numbers = self._numbers, self._numbers + 1
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            handle = Handle(self, tensor, self._epoch, self._numbers)
-            self._numbers += 1
             record = self._ledger.see(tensor) if _is_plain(tensor) else None
+            strays = self._clock is not None and self._clock.strays()
+            if record is not None and not strays and self._follower.on:
+                stay = self._staying.take(tensor, record, self._epoch, number)
+                if stay is not None:
+                    if self._parking.busy and not stay.own:
+                        self._parking.touch((tensor,))
+                    self._saved_bytes += self._staying.kept_bytes(number)
+                    self._packed(stay, None)
+                    return stay
+            handle = Handle(self, tensor, self._epoch, number)
             if self._recording is not None:
                 handle.recorded = self._recording.recorder.packed(record, handle.nbytes)
             entry: Entry | None = None
-            strays = self._clock is not None and self._clock.strays()
             if strays or record is None or record.serial in self._kinds or (tensor.is_leaf and tensor.requires_grad):
                 if record is not None and tensor.is_leaf:
                     handle.keep(tensor, self._nothing)
@@ -343,16 +355,35 @@ class Executor:
                     self._saved_bytes += entry.nbytes
                 handle.enter(entry, self._nothing)
                 self._recomputer.packed(record, entry)
-            self._packs.append(handle.nbytes)
-            if not self._watched and handle.number % _PACKS_PER_LOOK == 0:
-                self._memory.make_room(0)
-            self._advance(Event.PACK, handle, entry)
+            self._packed(handle, entry)
         return handle
 
-    def unpack(self, handle: Handle) -> torch.Tensor:
+    def _packed(self, handle: Handle | Stay, entry: Entry | None) -> None:
+        """A saved tensor has its place."""
+        self._packs.append(handle.nbytes)
+        if not self._watched and handle.number % _PACKS_PER_LOOK == 0:
+            self._memory.make_room(0)
+        self._advance(Event.PACK, handle, entry)
+
+    def unpack(self, handle: Handle | Stay) -> torch.Tensor:
         """Autograd wants a saved tensor back."""
         with torch._C.DisableTorchFunction():
-            return self._unpack(handle)
+            if type(handle) is Handle:
+                return self._unpack(handle)
+            assert type(handle) is Stay
+            return self._unpack_stay(handle) if handle.handle is None else self._unpack(handle.handle)
+
+    def _unpack_stay(self, stay: Stay) -> torch.Tensor:
+        if self._interrupts.waiting:
+            self._interrupts.check()
+        stay.check_version()
+        assert stay.tensor is not None
+        if self._parking.busy:
+            with torch._C._DisableTorchDispatch():
+                self._parking.touch((stay.tensor,))
+        if stay.epoch == self._epoch:
+            self._advance(Event.UNPACK, stay, None)
+        return stay.tensor
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
         if self._interrupts.waiting:
@@ -402,7 +433,7 @@ class Executor:
         if self._recording is not None and entry.epoch == self._epoch:
             self._recording.recorder.came_back(entry.saved_index, entry.record)
 
-    def _advance(self, event: Event, handle: Handle, entry: Entry | None) -> None:
+    def _advance(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> None:
         """One tick: what the plan puts there is started, and a step that is not the plan's leaves it."""
         if not self._follower.on:
             return

@@ -10,7 +10,7 @@ from outgrow.planning.agenda import actions_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
-from outgrow.runtime.handles import Handle
+from outgrow.runtime.handles import Handle, Stay
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Recomputer
@@ -60,7 +60,7 @@ class Follower:
         """The tick that would be next, in words."""
         return self._described(self._tick)
 
-    def advance(self, event: Event, handle: Handle, entry: Entry | None) -> bool:
+    def advance(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
         """One tick of a step that has a plan: start what the plan puts there. False, if it is not the plan's tick."""
         assert self._plan is not None
         number, self._tick = self._tick, self._tick + 1

@@ -45,13 +45,15 @@ class Handle:
         "tensor",
     )
 
-    def __init__(self, owner: Owner, tensor: torch.Tensor, epoch: int, number: int) -> None:
-        """Saved tensor `number` of step `epoch`.
+    def __init__(
+        self, owner: Owner, tensor: torch.Tensor, epoch: int, number: int, alias: torch.Tensor | None = None
+    ) -> None:
+        """Saved tensor `number` of step `epoch`. An `alias` of it must share its version counter.
 
         Must run with dispatch modes switched off: making the alias is no op of the step.
         """
-        # The tensor itself may be the output of the very node that saves it: holding it would tie a knot.
-        alias = tensor.detach()
+        if alias is None:  # the tensor itself may be the output of the very node that saves it: no knots
+            alias = tensor.detach()
         self.owner = owner
         self.epoch = epoch
         self.number = number
@@ -80,16 +82,8 @@ class Handle:
 
     def check_version(self) -> None:
         """Raise what plain PyTorch raises when a saved tensor was changed in place since it was saved."""
-        now = self.ghost._version
-        if now != self._version:
-            node = node_that_unpacks()
-            kind = str(self._dtype).removeprefix("torch.")
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" [{kind} {list(self._shape)}], needed by {node or 'the backward pass'}, is at version {now};"
-                f" expected version {self._version} instead. Hint: enable anomaly detection to find the operation"
-                " that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
-            )
+        if self.ghost._version != self._version:
+            raise _changed(self._dtype, self._shape, self._version, self.ghost._version)
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The window on the value's memory, with size, stride and offset as they were."""
@@ -98,6 +92,44 @@ class Handle:
 
     def __del__(self) -> None:
         self.owner.released(self)
+
+
+class Stay:
+    """A saved tensor that stays where it is: the step's plan does not move it, nor make anything anew from it.
+
+    What autograd would hold, no more: the tensor itself, if it is `own`, training state that no node made; else an
+    alias. Where memory runs short all the same a `handle` takes its place.
+    """
+
+    __slots__ = ("__weakref__", "epoch", "handle", "nbytes", "number", "own", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, epoch: int, number: int, *, own: bool) -> None:
+        """Saved tensor `number` of step `epoch`. Must run with dispatch modes switched off."""
+        self.tensor: torch.Tensor | None = tensor if own else tensor.detach()
+        self.own = own
+        self.epoch = epoch
+        self.number = number
+        self.nbytes = nbytes_of(tensor)
+        self.version = tensor._version
+        self.handle: Handle | None = None
+
+    def check_version(self) -> None:
+        """As a handle's."""
+        tensor = self.tensor
+        assert tensor is not None, "a handle has taken its place"
+        if tensor._version != self.version:
+            raise _changed(tensor.dtype, tensor.shape, self.version, tensor._version)
+
+
+def _changed(dtype: torch.dtype, shape: torch.Size, version: int, now: int) -> RuntimeError:
+    node = node_that_unpacks()
+    kind = str(dtype).removeprefix("torch.")
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation:"
+        f" [{kind} {list(shape)}], needed by {node or 'the backward pass'}, is at version {now};"
+        f" expected version {version} instead. Hint: enable anomaly detection to find the operation"
+        " that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 def node_that_unpacks() -> str:

@@ -45,6 +45,12 @@ class Parked(Protocol):
     def restore(self, record: StorageRecord) -> None: ...
 
 
+class Unknown(Protocol):
+    """Who holds saved values that the pool need not know of as long as there is memory."""
+
+    def show_all(self) -> None: ...
+
+
 class Pool:
     """Entries and their moves. Lives on the training's thread; only copies run elsewhere.
 
@@ -56,6 +62,7 @@ class Pool:
         evicted_bytes: bytes that the cache sent out since then.
         dropped: values that were let go of and will be made anew.
         parked: who parks storages; set once.
+        unknown: who knows more saved values; set once.
         aim_bytes: what the cache keeps live bytes under where it can: the budget, or somewhat less.
         fast_path: who is told where saved values lie, and which storages are parked.
     """
@@ -97,6 +104,7 @@ class Pool:
         self.leaving_bytes = 0  # that copies out hold now; and `most_leaving_bytes` in this step
         self.dropped: set[Entry] = set()
         self.parked: Parked | None = None
+        self.unknown: Unknown | None = None
         # Copies back whose value nobody wants any more; their memory may go when they are done.
         self._abandoned: list[tuple[Copy, torch.UntypedStorage]] = []
         self.reset_counters()
@@ -117,8 +125,11 @@ class Pool:
         """All entries, in no particular order."""
         return iter(list(self._entries.values()))
 
-    def adopt(self, tensor: torch.Tensor, record: StorageRecord) -> Entry:
-        """The entry of a tensor's value; one more saved tensor refers to it."""
+    def adopt(self, tensor: torch.Tensor, record: StorageRecord, *, is_oldest: bool = False) -> Entry:
+        """The entry of a tensor's value; one more saved tensor refers to it.
+
+        What is new to the pool was touched last of all, or longest ago if it `is_oldest`.
+        """
         self._unpark(record)
         key = (record.serial, tensor._version)
         entry = self._entries.get(key)
@@ -127,6 +138,8 @@ class Pool:
             self._place(entry)
         entry.handles += 1
         self._touch(entry)
+        if is_oldest and entry in self._recent:
+            self._recent.move_to_end(entry, last=False)
         return entry
 
     def drop(self, entry: Entry) -> None:
@@ -165,7 +178,7 @@ class Pool:
             entry.storage is None
             or entry.slot is not None
             or entry.writing is not None
-            or self._is_parked(entry.record)
+            or self.is_parked(entry.record)
         )
 
     def copy_of(self, record: StorageRecord) -> Place | Copy | None:
@@ -203,7 +216,8 @@ class Pool:
             self.wait_for(self._leaving[0][0])
             self._land_first()
 
-    def _is_parked(self, record: StorageRecord) -> bool:
+    def is_parked(self, record: StorageRecord) -> bool:
+        """Whether a storage is parked, on its way, or back ahead of its use."""
         return self.parked is not None and self.parked.holds(record)
 
     def _unpark(self, record: StorageRecord) -> None:
@@ -331,7 +345,7 @@ class Pool:
         """Start a copy out, unless a copy exists or is under way. `offset` is the plan's place, if it has one."""
         if entry.storage is None or entry.slot is not None or entry.writing is not None:
             return
-        if self._is_parked(entry.record):
+        if self.is_parked(entry.record):
             if entry.record.nbytes < entry.nbytes:  # it is away, by another way
                 return
             self._unpark(entry.record)
@@ -520,6 +534,8 @@ class Pool:
             self.wait_for(self._leaving[0][0])
             self._land_first()
             return True
+        if self.unknown is not None:
+            self.unknown.show_all()
         before, submitted = self._ledger.live_bytes, 0
         for entry in list(self._recent):
             if submitted + before - self._ledger.live_bytes >= nbytes:
@@ -563,7 +579,7 @@ class Pool:
             entry.storage is not None
             and entry.writing is None
             and entry.nbytes >= self._least_moved
-            and not self._is_parked(entry.record)
+            and not self.is_parked(entry.record)
             and entry.record.other_holders() <= 0
         )
 
