@@ -33,7 +33,7 @@ from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.follower import Follower
-from outgrow.runtime.handles import Handle, Stay
+from outgrow.runtime.handles import Handle
 from outgrow.runtime.interrupts import Interrupts
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.parking import Parking
@@ -42,7 +42,7 @@ from outgrow.runtime.recompute import Recomputer, Verdicts
 from outgrow.runtime.recording import Recording
 from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.room import Room
-from outgrow.runtime.staying import Staying
+from outgrow.runtime.staying import Stay, Staying
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.watch import Watch
 from outgrow.tracing.ir import Event, Kind
@@ -106,7 +106,6 @@ class Executor:
         self._reuser = Reuser(ledger, pool)
         self._parking = Parking(ledger, pool, copies, memory, room.make, self._run_inside, gradients)
         pool.parked = self._parking
-        pool.unknown = self._staying = Staying(self, ledger, pool, self._nothing)
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         room.ask(self._parking, self._demand)
         self._compiled = CompiledCode(
@@ -116,7 +115,19 @@ class Executor:
         from torch._dynamo.decorators import skip
 
         skip(Executor.pack)
-        self._follower = Follower(pool, self._parking, self._recomputer, self._reuser, self._demand)
+        self._staying = Staying(
+            self,
+            (self.pack, self.unpack),
+            ledger,
+            pool,
+            self._fast,
+            look=lambda: memory.make_room(0),
+            strays=None if clock is None else clock.strays,
+            nothing=self._nothing,
+        )
+        pool.unknown = self._staying
+        self._ticks = self._staying.ticks
+        self._follower = Follower(self._ticks, pool, self._parking, self._recomputer, self._reuser, self._demand)
         self._recording: Recording | None = None
         self._stack: ExitStack | None = None
         self._thread = threading.get_ident()
@@ -151,8 +162,8 @@ class Executor:
         self._recording = None
         if recorder is not None:
             self._recording = Recording(recorder, self._ledger, self._clock, self._lost_seconds)
-        self._reset(plan, verdicts, on_demand=on_demand, is_foreign=is_foreign)
         self._epoch += 1
+        self._reset(plan, verdicts, on_demand=on_demand, is_foreign=is_foreign)
         # Where the cache decides it keeps to what plans keep to.
         decides = recorder is not None or plan is None or plan.evicts
         self._room.begin(keeps_margin=decides, counts_always=recorder is not None)
@@ -173,7 +184,7 @@ class Executor:
         self._peak = self._ledger.live_bytes
         with ExitStack() as stack:
             stack.enter_context(self._convolutions.flags())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._staying.pack, self._staying.unpack))
             if watch:
                 stack.enter_context(mode := Watch(self, self._table))
                 stack.enter_context(self._compiled.around(mode, self._recording))
@@ -184,6 +195,8 @@ class Executor:
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
             self._fast.begin(None if cares_for_all else plan, self._modes + 1, is_open=self._memory.is_open)
             self._fast.passes_writes = not (self._recomputer.on or self._pool.dropped or self._parking.on)
+            if plan is not None and recorder is None and not self._compiled:
+                self._staying.begin(plan, watched=watch)
             self._stack = stack.pop_all()
         self._started = time.perf_counter()
         if self._recording is not None:
@@ -227,6 +240,8 @@ class Executor:
         if self._follower.done and not (self._pool.faults or unsaid):
             self._last = self._follower.plan
         self._close_stack()
+        saved = self._saved_bytes + self._ticks.kept_bytes
+        saved = self._saved_bytes + self._ticks.kept_bytes
         outcome = StepOutcome(
             peak_bytes=self._peak,
             seconds=seconds,
@@ -236,10 +251,7 @@ class Executor:
             evicted_bytes=self._pool.evicted_bytes,
             recomputed_bytes=self._recomputer.nbytes + self._parking.remade_nbytes,
             # Of saved values: what is parked may never have been saved, and is back before it would be missed.
-            kept_bytes=max(
-                0,
-                self._saved_bytes - self._pool.planned_bytes - self._pool.evicted_bytes - self._recomputer.nbytes,
-            ),
+            kept_bytes=max(0, saved - self._pool.planned_bytes - self._pool.evicted_bytes - self._recomputer.nbytes),
             oom_retries=self._pool.faults + unsaid,
             fault_level=self._pool.fault_level or (self._peak if unsaid else 0),
             knows_peak=knows_peak,
@@ -274,7 +286,7 @@ class Executor:
         is_foreign: bool = False,
     ) -> None:
         self._packs: list[int] = []
-        self._numbers = 0
+        self._staying.reset(self._epoch, self._packs)
         self._saved_bytes = 0
         self._blind = False
         self._peak = self._leaving_at_peak = 0
@@ -289,7 +301,6 @@ class Executor:
             plan, self._kinds, verdicts, on_demand=on_demand, recorded=recorded, is_foreign=is_foreign
         )
         self._demand.begin(self._kinds, on=on_demand)
-        self._staying.begin(None if recorded else plan, self._kinds)
 
     def close(self) -> None:
         """The session ends: there will be no more steps."""
@@ -307,44 +318,37 @@ class Executor:
         while self._released_elsewhere:
             self.released(self._released_elsewhere.popleft())
 
-    def pack(self, tensor: torch.Tensor) -> Handle | Stay:
+    def pack(self, tensor: torch.Tensor) -> Handle:
         """Autograd saves a tensor."""
         return self._pack_beside_compiler(tensor) if get_eval_frame_callback() else self._pack(tensor)
 
     @_disable_dynamo
-    def _pack_beside_compiler(self, tensor: torch.Tensor) -> Handle | Stay:
+    def _pack_beside_compiler(self, tensor: torch.Tensor) -> Handle:
         self._beside_compiler = True
         try:
             return self._pack(tensor)
         finally:
             self._beside_compiler = False
 
-    def _pack(self, tensor: torch.Tensor) -> Handle | Stay:
+    def _pack(self, tensor: torch.Tensor) -> Handle:
         if self._interrupts.waiting:
             self._interrupts.check()
         if self._changes_threads:
             self.come_here()
         while self._released_elsewhere:
             self.released(self._released_elsewhere.popleft())
-        number, self._numbers = self._numbers, self._numbers + 1
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            handle = Handle(self, tensor, self._epoch, self._ticks.number)
+            self._ticks.number += 1
             record = self._ledger.see(tensor) if _is_plain(tensor) else None
-            strays = self._clock is not None and self._clock.strays()
-            if record is not None and not strays and self._follower.on:
-                stay = self._staying.take(tensor, record, self._epoch, number)
-                if stay is not None:
-                    if self._parking.busy and not stay.own:
-                        self._parking.touch((tensor,))
-                    self._saved_bytes += self._staying.kept_bytes(number)
-                    self._packed(stay, None)
-                    return stay
-            handle = Handle(self, tensor, self._epoch, number)
             if self._recording is not None:
                 handle.recorded = self._recording.recorder.packed(record, handle.nbytes)
             entry: Entry | None = None
+            strays = self._clock is not None and self._clock.strays()
             if strays or record is None or record.serial in self._kinds or (tensor.is_leaf and tensor.requires_grad):
                 if record is not None and tensor.is_leaf:
                     handle.keep(tensor, self._nothing)
+                    self._staying.saw_state(handle.number, record)
                 elif record is not None:
                     record.aliases += 1
                     handle.record = record
@@ -355,35 +359,31 @@ class Executor:
                     self._saved_bytes += entry.nbytes
                 handle.enter(entry, self._nothing)
                 self._recomputer.packed(record, entry)
-            self._packed(handle, entry)
+            self._packs.append(handle.nbytes)
+            if not self._watched and handle.number % _PACKS_PER_LOOK == 0:
+                self._memory.make_room(0)
+            self._advance(Event.PACK, handle, entry)
         return handle
-
-    def _packed(self, handle: Handle | Stay, entry: Entry | None) -> None:
-        """A saved tensor has its place."""
-        self._packs.append(handle.nbytes)
-        if not self._watched and handle.number % _PACKS_PER_LOOK == 0:
-            self._memory.make_room(0)
-        self._advance(Event.PACK, handle, entry)
 
     def unpack(self, handle: Handle | Stay) -> torch.Tensor:
         """Autograd wants a saved tensor back."""
         with torch._C.DisableTorchFunction():
-            if type(handle) is Handle:
+            if isinstance(handle, Handle):
                 return self._unpack(handle)
-            assert type(handle) is Stay
             return self._unpack_stay(handle) if handle.handle is None else self._unpack(handle.handle)
 
     def _unpack_stay(self, stay: Stay) -> torch.Tensor:
         if self._interrupts.waiting:
             self._interrupts.check()
-        stay.check_version()
-        assert stay.tensor is not None
+        if self._changes_threads:
+            self.come_here()
+        tensor = self._staying.unpacked(stay)
         if self._parking.busy:
             with torch._C._DisableTorchDispatch():
-                self._parking.touch((stay.tensor,))
+                self._parking.touch((tensor,))
         if stay.epoch == self._epoch:
             self._advance(Event.UNPACK, stay, None)
-        return stay.tensor
+        return tensor
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
         if self._interrupts.waiting:
@@ -506,6 +506,7 @@ class Executor:
         self._parking.depart()
         self._memory.go_astray()
         self._fast.stop()
+        self._staying.stop()
         # The mode can join a step that began without it, but only where contexts end in the order in which they
         # began: not inside the backward pass, whose thread state is put back, and not inside a mode of the user's.
         in_backward = torch._C._current_graph_task_id() != -1

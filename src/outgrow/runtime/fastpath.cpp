@@ -360,4 +360,10 @@ void outgrow_fastpath_saved(const void* storage, int is_there) { note(saved, sto
 
 // The bytes of this storage are not to be looked at from now on, or are again.
 void outgrow_fastpath_parked(const void* storage, int is_parked) { note(parked, storage, is_parked); }
+
+// Whether they are not.
+int outgrow_fastpath_is_parked(const void* storage) {
+  const std::lock_guard guard(looking);
+  return parked.count(storage) != 0;
+}
 }

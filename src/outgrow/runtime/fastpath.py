@@ -270,6 +270,13 @@ class FastPath:
         self._state.writes = passes
 
     @property
+    def asks_parked(self) -> int:
+        """The address of `int (*)(address of a storage)`: whether its bytes may be away. 0 without a compiler."""
+        if self._library is None:
+            return 0
+        return ctypes.cast(self._library.outgrow_fastpath_is_parked, ctypes.c_void_p).value or 0
+
+    @property
     def counts(self) -> bool:
         """Whether what is made past the mode is counted."""
         return self._count is not None and self._has_memory

@@ -10,18 +10,23 @@ from outgrow.planning.agenda import actions_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
-from outgrow.runtime.handles import Handle, Stay
+from outgrow.runtime.handles import Handle
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Recomputer
 from outgrow.runtime.reuse import Reuser
+from outgrow.runtime.staying import Stay, Ticks
 from outgrow.tracing.ir import Event
 
 
 class Follower:
     """The place that a step has reached in its plan, if it has one."""
 
-    def __init__(self, pool: Pool, parking: Parking, recomputer: Recomputer, reuser: Reuser, demand: Demand) -> None:
+    def __init__(
+        self, ticks: Ticks, pool: Pool, parking: Parking, recomputer: Recomputer, reuser: Reuser, demand: Demand
+    ) -> None:
+        """`ticks` counts those of the step; native code counts on, too (`staying.py`)."""
+        self._ticks = ticks
         self._pool = pool
         self._parking = parking
         self._recomputer = recomputer
@@ -32,7 +37,7 @@ class Follower:
     def begin(self, plan: Plan | None) -> None:
         """Start at the first tick; without a plan, there is none."""
         self._plan = plan
-        self._tick = 0
+        self._ticks.tick = self._ticks.waits = 0
         self._actions = {} if plan is None else actions_of(plan)
         self._entry_of: dict[int, Entry] = {}
         self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
@@ -50,20 +55,21 @@ class Follower:
     @property
     def done(self) -> bool:
         """Whether every tick of the plan has come."""
-        return self._plan is not None and self._tick == len(self._plan.problem.trace.ticks)
+        return self._plan is not None and self._ticks.tick == len(self._plan.problem.trace.ticks)
 
     def where(self) -> str:
         """The last tick that came, in words."""
-        return self._described(self._tick - 1)
+        return self._described(self._ticks.tick - 1)
 
     def where_next(self) -> str:
         """The tick that would be next, in words."""
-        return self._described(self._tick)
+        return self._described(self._ticks.tick)
 
     def advance(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
         """One tick of a step that has a plan: start what the plan puts there. False, if it is not the plan's tick."""
         assert self._plan is not None
-        number, self._tick = self._tick, self._tick + 1
+        ticks = self._ticks
+        number, ticks.tick = ticks.tick, ticks.tick + 1
         trace = self._plan.problem.trace
         if number >= len(trace.ticks):
             return False
@@ -83,6 +89,7 @@ class Follower:
             rise = self._rise_ahead(tick.op)
             while self._deferred and self._deferred[0](rise):
                 self._deferred.popleft()
+        ticks.waits = bool(self._deferred)
         return True
 
     def _act(self, action: str, value: int, offset: int) -> None:

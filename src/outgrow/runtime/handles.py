@@ -83,7 +83,7 @@ class Handle:
     def check_version(self) -> None:
         """Raise what plain PyTorch raises when a saved tensor was changed in place since it was saved."""
         if self.ghost._version != self._version:
-            raise _changed(self._dtype, self._shape, self._version, self.ghost._version)
+            raise changed(self._dtype, self._shape, self._version, self.ghost._version)
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The window on the value's memory, with size, stride and offset as they were."""
@@ -94,34 +94,8 @@ class Handle:
         self.owner.released(self)
 
 
-class Stay:
-    """A saved tensor that stays where it is: the step's plan does not move it, nor make anything anew from it.
-
-    What autograd would hold, no more: the tensor itself, if it is `own`, training state that no node made; else an
-    alias. Where memory runs short all the same a `handle` takes its place.
-    """
-
-    __slots__ = ("__weakref__", "epoch", "handle", "nbytes", "number", "own", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, epoch: int, number: int, *, own: bool) -> None:
-        """Saved tensor `number` of step `epoch`. Must run with dispatch modes switched off."""
-        self.tensor: torch.Tensor | None = tensor if own else tensor.detach()
-        self.own = own
-        self.epoch = epoch
-        self.number = number
-        self.nbytes = nbytes_of(tensor)
-        self.version = tensor._version
-        self.handle: Handle | None = None
-
-    def check_version(self) -> None:
-        """As a handle's."""
-        tensor = self.tensor
-        assert tensor is not None, "a handle has taken its place"
-        if tensor._version != self.version:
-            raise _changed(tensor.dtype, tensor.shape, self.version, tensor._version)
-
-
-def _changed(dtype: torch.dtype, shape: torch.Size, version: int, now: int) -> RuntimeError:
+def changed(dtype: torch.dtype, shape: torch.Size, version: int, now: int) -> RuntimeError:
+    """The error for a saved tensor that was changed in place: it was at `version` and is at another one `now`."""
     node = node_that_unpacks()
     kind = str(dtype).removeprefix("torch.")
     return RuntimeError(

@@ -6,6 +6,8 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -16,8 +18,10 @@ from outgrow.cache import cache_folder
 _COMPILE_SECONDS = 120
 
 
-def built(source: Path, *libraries: str) -> Path:
+def built(source: Path, *libraries: str, for_python: bool = False) -> Path:
     """The compiled `source`, from the cache or built now; `libraries` of PyTorch it is linked with.
+
+    What is `for_python` is a module of this Python's, and needs its headers.
 
     Raises:
         OSError: there is no compiler, it fails, or the cache cannot be written.
@@ -25,6 +29,13 @@ def built(source: Path, *libraries: str) -> Path:
     """
     torch_root = Path(torch.__file__).parent
     made_for = source.read_bytes() + f"{torch.__version__} {torch_root}".encode()
+    includes = [torch_root / "include"]
+    if for_python:
+        headers = Path(sysconfig.get_path("include"))
+        if not (headers / "Python.h").exists():
+            raise OSError(f"there are no headers of Python in {headers}")
+        made_for += f" {sys.version} {headers}".encode()
+        includes.append(headers)
     folder = cache_folder()
     target = folder / f"{source.stem}-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
     if target.exists():
@@ -35,8 +46,8 @@ def built(source: Path, *libraries: str) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / target.name
-        command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-I{torch_root / 'include'}", str(source)]
-        command += ["-o", str(made), f"-L{torch_root / 'lib'}", *(f"-l{name}" for name in libraries)]
+        command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", *(f"-I{include}" for include in includes)]
+        command += [str(source), "-o", str(made), f"-L{torch_root / 'lib'}", *(f"-l{name}" for name in libraries)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         if done.returncode:
             raise OSError(f"{compiler} failed: {done.stderr.strip()}")

@@ -1,77 +1,230 @@
-"""Saved tensors that stay where they are: most of them, in a step that goes by its plan.
+"""Saved tensors that stay where they are, as the plan says: packed and unpacked by `staying.cpp`, without Python.
 
-Parameters, statistics, and whatever the plan neither moves nor makes anything anew from. The pool need not know of
-them as long as the plan holds, which is a good part of what a saved tensor costs; it is shown them once memory runs
-short, and when they outlive their step.
+Most of them are such: parameters, statistics, and what the plan neither moves nor makes anything anew from. The pool
+need not know of them as long as the plan holds. It is shown them once memory runs short, and when they outlive their
+step. Without a compiler the pool knows all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from weakref import ref
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import subprocess
+from array import array
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from outgrow.planning.agenda import stays_of
+from outgrow.planning.agenda import actions_of, stays_of
 from outgrow.planning.plan import Plan
-from outgrow.runtime.handles import Handle, Owner, Stay
+from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.handles import Handle, Owner, changed
+from outgrow.runtime.native import built
 from outgrow.runtime.pool import Pool
-from outgrow.tracing.ir import Kind
+from outgrow.runtime.tiers.arena import ArenaCount
+from outgrow.runtime.tiers.cuda import AllocatorCount
+from outgrow.tracing.ir import Event, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
+
+_LOG = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("staying.cpp")
+_MODULE = "outgrow_staying"
+# Plans whose steps are known, as many as have lessons (`fastpath.py`).
+_MOST_PLANS = 4
+# The roles and columns of `Expected` in staying.cpp.
+_MOVES, _STAYS, _IS_STATE = range(3)
+_COLUMNS = 4
+_STORAGE = 3
+
+_Hook = Callable[[Any], Any]
+
+
+class Stay(Protocol):
+    """A saved tensor that stays, as `Stay` in staying.cpp.
+
+    `tensor` shares memory and version counter with what was saved; of training state it is that itself. Once memory
+    ran short, a `handle` has taken its place.
+    """
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
+    def handle(self) -> Handle | None: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    def give_way(self, handle: Handle) -> None: ...
+
+
+class Ticks:
+    """Where a step has come to: its next saved tensor, its next tick. As `Stays` in staying.cpp, which counts on.
+
+    Attributes:
+        waits: whether something waits for the next tick, whatever it is.
+        kept_bytes: bytes of the values that stayed without anybody here knowing of them.
+    """
+
+    def __init__(self) -> None:
+        self.number = self.tick = self.waits = self.kept_bytes = 0
 
 
 class Staying:
-    """Those of the step that runs."""
+    """The hooks of a session's steps, and the saved tensors that stay in the one that runs.
 
-    def __init__(self, owner: Owner, ledger: Ledger, pool: Pool, nothing: torch.Tensor) -> None:
-        """`owner` is told when autograd lets go of what the pool was shown, `nothing` a tensor without memory."""
+    Attributes:
+        pack, unpack: the hooks.
+        ticks: where the step has come to.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        hooks: tuple[_Hook, _Hook],
+        ledger: Ledger,
+        pool: Pool,
+        fast_path: FastPath,
+        *,
+        look: Callable[[], object],
+        strays: Callable[[], bool] | None,
+        nothing: torch.Tensor,
+    ) -> None:
+        """`hooks` are those for all that does not stay, and `owner` is told when autograd lets go of it.
+
+        `look` has a look at the resident set. `strays` says whether the program computes where copies are not
+        ordered. `nothing` is a tensor without memory.
+        """
         self._owner = owner
         self._ledger = ledger
         self._pool = pool
         self._nothing = nothing
-        self.begin(None, {})
+        self._known: deque[tuple[Plan, array[int], array[int]]] = deque(maxlen=_MOST_PLANS)
+        self._expected: array[int] | None = None
+        self.pack, self.unpack = hooks
+        self.ticks: Any = Ticks()
+        module = _native()
+        self._stays: Any = None if module is None else module.Stays()
+        if self._stays is None:
+            return
+        stays = self.ticks = self._stays
+        stays.pack_in_python, stays.unpack_in_python = hooks
+        stays.see = ledger.see
+        stays.is_compiling = get_eval_frame_callback
+        stays.look, stays.strays = look, strays
+        stays.is_parked = fast_path.asks_parked
+        self.pack, self.unpack = stays.pack, stays.unpack
 
-    def begin(self, plan: Plan | None, kinds: Mapping[int, Kind]) -> None:
-        """A step begins; without a plan nothing is known to stay. `kinds` tells which storages are training state."""
-        self._here: list[ref[Stay]] = []
-        self._kinds = kinds
-        self._bytes: Sequence[int] = () if plan is None else stays_of(plan)
+    def reset(self, epoch: int, packs: list[int]) -> None:
+        """Step number `epoch` begins, or ends; nothing is known to stay. `packs` takes the bytes of what is saved."""
+        ticks = self.ticks
+        ticks.number = ticks.tick = ticks.waits = ticks.kept_bytes = 0
+        self._expected = None
+        if self._stays is not None:
+            self._stays.on, self._stays.epoch, self._stays.packs = False, epoch, packs
 
-    def take(self, tensor: torch.Tensor, record: StorageRecord, epoch: int, number: int) -> Stay | None:
-        """What autograd is to keep in place of saved tensor `number`; None if that may have to leave."""
-        if number >= len(self._bytes) or self._bytes[number] < 0:
-            return None
-        is_state = record.serial in self._kinds
-        own = tensor.is_leaf and (is_state or tensor.requires_grad)
-        if is_state and not own:  # an alias that has to be counted: the parameter may be lent
-            return None
-        stay = Stay(tensor, epoch, number, own=own)
-        if not own:
-            self._here.append(ref(stay))
-        return stay
+    def begin(self, plan: Plan, *, watched: bool) -> None:
+        """The step goes by `plan`, in every particular; ops are `watched` or not."""
+        stays = self._stays
+        if stays is None:
+            return
+        known = next((item for item in self._known if item[0].moves_as(plan)), None)
+        if known is None:
+            known = (plan, *_expected(plan))
+            self._known.append(known)
+        _, self._expected, codes = known
+        stays.expect(self._expected, codes)
+        count = self._ledger.count
+        stays.counts_all = isinstance(count, AllocatorCount)
+        stays.count, stays.counts = (count.address, count.asks) if isinstance(count, ArenaCount) else (0, 0)
+        stays.looks = not watched
+        stays.on = True
 
-    def kept_bytes(self, number: int) -> int:
-        """Bytes of a value that stays, if saved tensor `number` is the first one that has it, and it could leave."""
-        return self._bytes[number]
+    def stop(self) -> None:
+        """The step has left its plan: from here on the pool has to know of all that is saved."""
+        if self._stays is not None:
+            self._stays.on = False
+
+    def saw_state(self, number: int, record: StorageRecord) -> None:
+        """Saved tensor `number` is training state, which will lie there in the next step, too."""
+        expected, place = self._expected, _COLUMNS * number
+        if expected is not None and place < len(expected) and expected[place] == _IS_STATE:
+            expected[place + _STORAGE] = record.address
+
+    def unpacked(self, stay: Stay) -> torch.Tensor:
+        """What autograd is given back of one.
+
+        Raises:
+            RuntimeError: it was changed in place since it was saved.
+        """
+        tensor = stay.tensor
+        if tensor._version != stay.version:
+            raise changed(tensor.dtype, tensor.shape, stay.version, tensor._version)
+        return tensor
 
     def show_all(self) -> None:
-        """Show the pool those that are there, as if saved before all that it knows."""
-        if not self._here:
+        """Show the pool those that it does not know, as if saved before all that it knows."""
+        if self._stays is None:
             return
-        here = [stay for stay in (reference() for reference in self._here) if stay is not None]
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            left = [stay for stay in reversed(here) if not self._show(stay)]
-        self._here = [ref(stay) for stay in reversed(left)]
+            for stay in reversed(self._stays.all()):
+                self._show(stay)
 
-    def _show(self, stay: Stay) -> bool:
-        """Show the pool one of them, if it is where the pool could do something about it."""
+    def _show(self, stay: Stay) -> None:
+        """Show the pool one of them, if it lies where the pool could do something about it."""
         tensor = stay.tensor
-        assert tensor is not None, "what the pool knows is no longer here"
         record = self._ledger.see(tensor)
         if record is None or tensor._version != stay.version or self._pool.is_parked(record):
-            return False
+            return
         # Below autograd, where recipes run, another alias would not share the version counter.
         handle = Handle(self._owner, tensor, stay.epoch, stay.number, alias=tensor)
         handle.enter(self._pool.adopt(tensor, record, is_oldest=True), self._nothing)
-        stay.handle, stay.tensor = handle, None
-        return True
+        stay.give_way(handle)
+
+
+def _expected(plan: Plan) -> tuple[array[int], array[int]]:
+    """What staying.cpp is told of the saved tensors under a plan, and of its ticks."""
+    trace = plan.problem.trace
+    expected: array[int] = array("q")
+    for saved, counted in zip(trace.saved, stays_of(plan), strict=True):
+        is_state = trace.values[saved.value].kind not in (Kind.INPUT, Kind.ACTIVATION, Kind.TEMPORARY)
+        role = _MOVES if counted < 0 else _IS_STATE if is_state else _STAYS
+        expected.extend((role, saved.nbytes, max(0, counted), 0))
+    actions = actions_of(plan)
+    codes = array(
+        "q",
+        (
+            tick.saved << 2 | (number in actions) << 1 | (tick.event is Event.UNPACK)
+            for number, tick in enumerate(trace.ticks)
+        ),
+    )
+    return expected, codes
+
+
+@cache
+def _native() -> Any:
+    """The module in C++; None where there can be none, and the log says why."""
+    if os.environ.get("OUTGROW_FASTPATH") == "0":
+        return None
+    try:
+        path = str(built(_SOURCE, "c10", "torch_cpu", "torch_python", for_python=True))
+        loader = importlib.machinery.ExtensionFileLoader(_MODULE, path)
+        spec = importlib.util.spec_from_loader(_MODULE, loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except (ImportError, OSError, subprocess.SubprocessError) as error:
+        _LOG.info("every saved tensor goes through Python: %s", error)
+        return None
+    return module

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class ArenaCount:
         self,
         address: int,
         count_in: Callable[[int | None], None],
-        counts: Callable[[int, int], int],
+        counts: Any,
         end: Callable[[int], None],
     ) -> None:
         self.address = address
@@ -61,6 +62,11 @@ class ArenaCount:
     def has(self, address: int) -> bool:
         """Whether the memory at `address` is one of them."""
         return bool(self._counts(self.address, address))
+
+    @property
+    def asks(self) -> int:
+        """The address of a function that says the same: `int (*)(address of the count, address of the memory)`."""
+        return ctypes.cast(self._counts, ctypes.c_void_p).value or 0
 
     def close(self) -> None:
         """Count no more; the blocks stay."""

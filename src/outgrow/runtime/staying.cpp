@@ -1,0 +1,365 @@
+// Saved tensors that stay where they are, packed and unpacked without Python; staying.py says which, and why.
+//
+// `pack` and `unpack` of a `Stays` are the hooks of a session's steps. Whatever is not exactly what the plan foretells,
+// and what the plan acts at, goes to the hooks in Python.
+
+#include <torch/csrc/python_headers.h>
+
+#include <structmember.h>
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+#include <new>
+
+namespace {
+
+constexpr int64_t kPacksPerLook = 8;  // as in executor.py
+
+const c10::DispatchKeySet kModes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+
+// What is known of a saved tensor beforehand; as in staying.py.
+struct Expected {
+  int64_t role;
+  int64_t nbytes;   // of the tensor
+  int64_t counted;  // of its value, if this is the first tensor on it that is saved
+  int64_t storage;  // where training state lies, once it was seen there; else 0
+};
+enum Role : int64_t { kMoves, kStays, kIsState };
+
+// A place in a list that goes in a circle.
+struct Node {
+  Node* before = this;
+  Node* after = this;
+
+  void put_before(Node& other) {
+    before = other.before, after = &other;
+    before->after = other.before = this;
+  }
+  void take_out() {
+    before->after = after, after->before = before;
+    before = after = this;
+  }
+};
+
+// One that stays.
+struct Stay {
+  PyObject_HEAD
+  Node node;         // among those that the pool may have to be shown; alone, if it is training state
+  at::Tensor alias;  // shares memory and version counter with what was saved
+  PyObject* own;     // of training state the tensor itself, in place of that
+  PyObject* handle;  // what took its place when the pool was shown it
+  int64_t epoch, number, nbytes, version;
+
+  const at::Tensor& tensor() const { return own != nullptr ? THPVariable_Unpack(own) : alias; }
+  static Stay* of(Node* node) { return reinterpret_cast<Stay*>(reinterpret_cast<char*>(node) - offsetof(Stay, node)); }
+};
+
+// The hooks of a session, and where the step that runs has come to in its plan.
+struct Stays {
+  PyObject_HEAD
+  PyObject* pack;          // the hooks in Python
+  PyObject* unpack;
+  PyObject* see;           // shows the ledger a tensor
+  PyObject* is_compiling;  // whether a compiler looks at Python's frames
+  PyObject* strays;        // whether the program computes where copies are not ordered; None where it cannot
+  PyObject* look;          // has a look at the resident set
+  PyObject* packs;         // a list: bytes of each saved tensor of the step
+  Py_buffer expected;      // of each saved tensor, by its number
+  Py_buffer codes;         // of each tick: the number of its saved tensor, whether the plan acts, whether it is an unpack
+  int64_t number;          // of the next saved tensor of the step
+  int64_t tick;            // the next one
+  int64_t epoch;           // the step
+  int64_t kept_bytes;      // of the values of this step that stay, and could leave
+  int64_t on;              // whether the step goes by a plan
+  int64_t waits;           // whether something waits for the next tick
+  int64_t looks;           // whether the resident set is looked at here, as ops are not watched
+  int64_t counts_all;      // whether an allocator says what it has given out
+  int64_t count, counts;   // else addresses of what counts blocks from when they are made, and of what asks it
+  int64_t is_parked;       // address of what tells whether a storage's bytes may be away
+  Node here;
+};
+
+// --- one of them ---
+
+void Stay_dealloc(PyObject* item) {
+  auto* const self = reinterpret_cast<Stay*>(item);
+  self->node.take_out();
+  self->alias.~Tensor();
+  Py_XDECREF(self->own);
+  PyObject* const handle = self->handle;
+  Py_TYPE(item)->tp_free(item);
+  Py_XDECREF(handle);
+}
+
+PyObject* Stay_tensor(PyObject* item, void*) {
+  auto* const self = reinterpret_cast<Stay*>(item);
+  if (self->handle != nullptr) Py_RETURN_NONE;
+  return self->own != nullptr ? Py_NewRef(self->own) : THPVariable_Wrap(self->alias);
+}
+
+// A handle takes its place.
+PyObject* Stay_give_way(PyObject* item, PyObject* handle) {
+  auto* const self = reinterpret_cast<Stay*>(item);
+  Py_XSETREF(self->handle, Py_NewRef(handle));
+  self->node.take_out();
+  self->alias.reset();
+  Py_RETURN_NONE;
+}
+
+PyMemberDef stay_members[] = {{"handle", T_OBJECT, offsetof(Stay, handle), READONLY, nullptr},
+                              {"epoch", T_LONGLONG, offsetof(Stay, epoch), READONLY, nullptr},
+                              {"number", T_LONGLONG, offsetof(Stay, number), READONLY, nullptr},
+                              {"nbytes", T_LONGLONG, offsetof(Stay, nbytes), READONLY, nullptr},
+                              {"version", T_LONGLONG, offsetof(Stay, version), READONLY, nullptr},
+                              {nullptr, 0, 0, 0, nullptr}};
+PyGetSetDef stay_properties[] = {{"tensor", Stay_tensor, nullptr, nullptr, nullptr},
+                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMethodDef stay_methods[] = {{"give_way", Stay_give_way, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+PyTypeObject StayType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// --- all of them ---
+
+// Neither modes nor functions over tensors look at what is done meanwhile.
+class Unseen {
+ public:
+  Unseen() : modes_off_(kModes), functions_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~Unseen() { at::impl::PythonTorchFunctionTLS::set_disabled_state(functions_); }
+  Unseen(const Unseen&) = delete;
+  Unseen& operator=(const Unseen&) = delete;
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard modes_off_;
+  at::impl::TorchFunctionDisabledState functions_;
+};
+
+bool is_plain(const at::Tensor& tensor) {
+  return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == c10::kStrided && tensor.has_storage() &&
+         !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_quantized() && !tensor.is_inference() &&
+         !tensor._is_zerotensor() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+bool is_parked(const Stays& self, const at::Tensor& tensor) {
+  const auto ask = reinterpret_cast<int (*)(const void*)>(self.is_parked);
+  return ask != nullptr && ask(tensor.storage().unsafeGetStorageImpl());
+}
+
+// Whether the bytes of a tensor's storage are counted without the ledger.
+bool is_counted(const Stays& self, const at::Tensor& tensor) {
+  if (self.counts_all) return true;
+  const auto ask = reinterpret_cast<int (*)(int64_t, const void*)>(self.counts);
+  return ask != nullptr && ask(self.count, tensor.storage().data());
+}
+
+bool is_true(PyObject* answer) {
+  const bool found = answer != nullptr && answer != Py_None && answer != Py_False;
+  Py_XDECREF(answer);
+  return found;
+}
+
+bool is_next(const Stays& self, int64_t code) {
+  return self.on && !self.waits && self.tick < static_cast<int64_t>(self.codes.len / sizeof(int64_t)) &&
+         static_cast<const int64_t*>(self.codes.buf)[self.tick] == code;
+}
+
+// What autograd is to keep; null if Python has to say, or with its error set.
+Stay* stay_for(Stays& self, PyObject* item) {
+  if (!THPVariable_CheckExact(item) || !is_next(self, self.number << 2)) return nullptr;
+  const auto& next = static_cast<const Expected*>(self.expected.buf)[self.number];
+  const at::Tensor& tensor = THPVariable_Unpack(item);
+  if (next.role == kMoves || !is_plain(tensor) || static_cast<int64_t>(tensor.nbytes()) != next.nbytes) return nullptr;
+  if (self.strays != Py_None && (is_true(PyObject_CallNoArgs(self.strays)) || PyErr_Occurred())) return nullptr;
+  if (next.role == kIsState) {
+    if (!tensor.is_leaf() || reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl()) != next.storage)
+      return nullptr;
+  } else if (tensor.is_leaf() && tensor.requires_grad()) {  // the program may exchange its memory
+    return nullptr;
+  } else if (!is_counted(self, tensor)) {
+    if (is_true(PyObject_CallNoArgs(self.is_compiling)) || PyErr_Occurred()) return nullptr;
+    const Unseen unseen;
+    PyObject* const record = PyObject_CallOneArg(self.see, item);
+    if (record == nullptr) return nullptr;
+    Py_DECREF(record);
+  }
+  PyObject* const made = StayType.tp_alloc(&StayType, 0);
+  if (made == nullptr) return nullptr;
+  auto* const stay = reinterpret_cast<Stay*>(made);
+  new (&stay->node) Node;
+  new (&stay->alias) at::Tensor;
+  if (next.role == kIsState) {
+    stay->own = Py_NewRef(item);
+  } else {
+    const c10::impl::ExcludeDispatchKeyGuard modes_off(kModes);
+    const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+    stay->alias = at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
+    stay->node.put_before(self.here);
+  }
+  stay->epoch = self.epoch;
+  stay->number = self.number;
+  stay->nbytes = next.nbytes;
+  stay->version = tensor._version();
+  self.kept_bytes += next.counted;
+  return stay;
+}
+
+// Take down that a saved tensor has its place; false with an error set.
+bool packed(Stays& self, const Stay& stay) {
+  PyObject* const nbytes = PyLong_FromLongLong(stay.nbytes);
+  if (nbytes == nullptr) return false;
+  const bool failed = PyList_Append(self.packs, nbytes) != 0;
+  Py_DECREF(nbytes);
+  if (failed) return false;
+  ++self.number;
+  ++self.tick;
+  if (!self.looks || stay.number % kPacksPerLook != 0) return true;
+  PyObject* const done = PyObject_CallNoArgs(self.look);
+  Py_XDECREF(done);
+  return done != nullptr;
+}
+
+PyObject* Stays_pack(PyObject* hooks, PyObject* item) {
+  HANDLE_TH_ERRORS
+  auto& self = *reinterpret_cast<Stays*>(hooks);
+  Stay* const stay = stay_for(self, item);
+  if (stay == nullptr) return PyErr_Occurred() ? nullptr : PyObject_CallOneArg(self.pack, item);
+  if (packed(self, *stay)) return reinterpret_cast<PyObject*>(stay);
+  Py_DECREF(stay);
+  return nullptr;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* Stays_unpack(PyObject* hooks, PyObject* item) {
+  HANDLE_TH_ERRORS
+  auto& self = *reinterpret_cast<Stays*>(hooks);
+  const auto* const stay = reinterpret_cast<const Stay*>(item);
+  if (Py_TYPE(item) != &StayType || stay->handle != nullptr || stay->epoch != self.epoch ||
+      !is_next(self, stay->number << 2 | 1) || static_cast<int64_t>(stay->tensor()._version()) != stay->version ||
+      is_parked(self, stay->tensor()))
+    return PyObject_CallOneArg(self.unpack, item);
+  ++self.tick;
+  return stay->own != nullptr ? Py_NewRef(stay->own) : THPVariable_Wrap(stay->alias);
+  END_HANDLE_TH_ERRORS
+}
+
+// Those that the pool may have to be shown, the oldest first.
+PyObject* Stays_all(PyObject* hooks, PyObject*) {
+  auto& self = *reinterpret_cast<Stays*>(hooks);
+  PyObject* const found = PyList_New(0);
+  for (Node* node = self.here.after; found != nullptr && node != &self.here; node = node->after) {
+    if (PyList_Append(found, reinterpret_cast<PyObject*>(Stay::of(node))) != 0) {
+      Py_DECREF(found);
+      return nullptr;
+    }
+  }
+  return found;
+}
+
+// What is known of the saved tensors and ticks of the step that begins, two arrays of 64-bit integers.
+PyObject* Stays_expect(PyObject* hooks, PyObject* args) {
+  auto& self = *reinterpret_cast<Stays*>(hooks);
+  PyObject *expected, *codes;
+  if (!PyArg_ParseTuple(args, "OO", &expected, &codes)) return nullptr;
+  PyBuffer_Release(&self.expected);
+  PyBuffer_Release(&self.codes);
+  if (PyObject_GetBuffer(expected, &self.expected, PyBUF_SIMPLE) != 0) return nullptr;
+  if (PyObject_GetBuffer(codes, &self.codes, PyBUF_SIMPLE) != 0) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* Stays_new(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* const made = type->tp_alloc(type, 0);
+  if (made != nullptr) new (&reinterpret_cast<Stays*>(made)->here) Node;
+  return made;
+}
+
+int Stays_traverse(PyObject* hooks, visitproc visit, void* arg) {
+  auto& self = *reinterpret_cast<Stays*>(hooks);
+  for (PyObject* const item : {self.pack, self.unpack, self.see, self.is_compiling, self.strays, self.look, self.packs})
+    Py_VISIT(item);
+  return 0;
+}
+
+int Stays_clear(PyObject* hooks) {
+  auto& self = *reinterpret_cast<Stays*>(hooks);
+  Py_CLEAR(self.pack);
+  Py_CLEAR(self.unpack);
+  Py_CLEAR(self.see);
+  Py_CLEAR(self.is_compiling);
+  Py_CLEAR(self.strays);
+  Py_CLEAR(self.look);
+  Py_CLEAR(self.packs);
+  return 0;
+}
+
+void Stays_dealloc(PyObject* hooks) {
+  auto& self = *reinterpret_cast<Stays*>(hooks);
+  PyObject_GC_UnTrack(hooks);
+  while (self.here.after != &self.here) self.here.after->take_out();
+  PyBuffer_Release(&self.expected);
+  PyBuffer_Release(&self.codes);
+  Stays_clear(hooks);
+  Py_TYPE(hooks)->tp_free(hooks);
+}
+
+PyMemberDef stays_members[] = {{"pack_in_python", T_OBJECT_EX, offsetof(Stays, pack), 0, nullptr},
+                               {"unpack_in_python", T_OBJECT_EX, offsetof(Stays, unpack), 0, nullptr},
+                               {"see", T_OBJECT_EX, offsetof(Stays, see), 0, nullptr},
+                               {"is_compiling", T_OBJECT_EX, offsetof(Stays, is_compiling), 0, nullptr},
+                               {"strays", T_OBJECT_EX, offsetof(Stays, strays), 0, nullptr},
+                               {"look", T_OBJECT_EX, offsetof(Stays, look), 0, nullptr},
+                               {"packs", T_OBJECT_EX, offsetof(Stays, packs), 0, nullptr},
+                               {"number", T_LONGLONG, offsetof(Stays, number), 0, nullptr},
+                               {"tick", T_LONGLONG, offsetof(Stays, tick), 0, nullptr},
+                               {"epoch", T_LONGLONG, offsetof(Stays, epoch), 0, nullptr},
+                               {"kept_bytes", T_LONGLONG, offsetof(Stays, kept_bytes), 0, nullptr},
+                               {"on", T_LONGLONG, offsetof(Stays, on), 0, nullptr},
+                               {"waits", T_LONGLONG, offsetof(Stays, waits), 0, nullptr},
+                               {"looks", T_LONGLONG, offsetof(Stays, looks), 0, nullptr},
+                               {"counts_all", T_LONGLONG, offsetof(Stays, counts_all), 0, nullptr},
+                               {"count", T_LONGLONG, offsetof(Stays, count), 0, nullptr},
+                               {"counts", T_LONGLONG, offsetof(Stays, counts), 0, nullptr},
+                               {"is_parked", T_LONGLONG, offsetof(Stays, is_parked), 0, nullptr},
+                               {nullptr, 0, 0, 0, nullptr}};
+PyMethodDef stays_methods[] = {{"pack", Stays_pack, METH_O, nullptr},
+                               {"unpack", Stays_unpack, METH_O, nullptr},
+                               {"all", Stays_all, METH_NOARGS, nullptr},
+                               {"expect", Stays_expect, METH_VARARGS, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
+
+PyTypeObject StaysType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "outgrow_staying", nullptr, -1, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_outgrow_staying() {
+  StayType.tp_name = "outgrow_staying.Stay";
+  StayType.tp_basicsize = sizeof(Stay);
+  StayType.tp_flags = Py_TPFLAGS_DEFAULT;
+  StayType.tp_dealloc = Stay_dealloc;
+  StayType.tp_members = stay_members;
+  StayType.tp_getset = stay_properties;
+  StayType.tp_methods = stay_methods;
+  StaysType.tp_name = "outgrow_staying.Stays";
+  StaysType.tp_basicsize = sizeof(Stays);
+  StaysType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+  StaysType.tp_new = Stays_new;
+  StaysType.tp_dealloc = Stays_dealloc;
+  StaysType.tp_traverse = Stays_traverse;
+  StaysType.tp_clear = Stays_clear;
+  StaysType.tp_members = stays_members;
+  StaysType.tp_methods = stays_methods;
+  PyObject* module = nullptr;
+  if (PyType_Ready(&StayType) == 0 && PyType_Ready(&StaysType) == 0) module = PyModule_Create(&definition);
+  if (module == nullptr || PyModule_AddObjectRef(module, "Stay", reinterpret_cast<PyObject*>(&StayType)) != 0 ||
+      PyModule_AddObjectRef(module, "Stays", reinterpret_cast<PyObject*>(&StaysType)) != 0) {
+    Py_XDECREF(module);
+    return nullptr;
+  }
+  return module;
+}
