@@ -346,9 +346,10 @@ class Executor:
             entry: Entry | None = None
             strays = self._clock is not None and self._clock.strays()
             if strays or record is None or record.serial in self._kinds or (tensor.is_leaf and tensor.requires_grad):
+                if record is not None and not strays:
+                    self._staying.saw_state(handle.number, record)
                 if record is not None and tensor.is_leaf:
                     handle.keep(tensor, self._nothing)
-                    self._staying.saw_state(handle.number, record)
                 elif record is not None:
                     record.aliases += 1
                     handle.record = record

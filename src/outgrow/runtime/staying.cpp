@@ -20,6 +20,10 @@ constexpr int64_t kPacksPerLook = 8;  // as in executor.py
 
 const c10::DispatchKeySet kModes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 
+// Tensors around tensors, which look like ordinary ones to Python.
+const c10::DispatchKeySet kWrapped({c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
+                                    c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
+
 // What is known of a saved tensor beforehand; as in staying.py.
 struct Expected {
   int64_t role;
@@ -49,7 +53,7 @@ struct Stay {
   PyObject_HEAD
   Node node;         // among those that the pool may have to be shown; alone, if it is training state
   at::Tensor alias;  // shares memory and version counter with what was saved
-  PyObject* own;     // of training state the tensor itself, in place of that
+  PyObject* own;     // of what no node made, in training state, the tensor itself in place of that
   PyObject* handle;  // what took its place when the pool was shown it
   int64_t epoch, number, nbytes, version;
 
@@ -75,6 +79,7 @@ struct Stays {
   int64_t kept_bytes;      // of the values of this step that stay, and could leave
   int64_t on;              // whether the step goes by a plan
   int64_t waits;           // whether something waits for the next tick
+  int64_t lends;           // whether training state may be away in this step
   int64_t looks;           // whether the resident set is looked at here, as ops are not watched
   int64_t counts_all;      // whether an allocator says what it has given out
   int64_t count, counts;   // else addresses of what counts blocks from when they are made, and of what asks it
@@ -100,6 +105,8 @@ PyObject* Stay_tensor(PyObject* item, void*) {
   return self->own != nullptr ? Py_NewRef(self->own) : THPVariable_Wrap(self->alias);
 }
 
+PyObject* Stay_is_itself(PyObject* item, void*) { return PyBool_FromLong(reinterpret_cast<Stay*>(item)->own != nullptr); }
+
 // A handle takes its place.
 PyObject* Stay_give_way(PyObject* item, PyObject* handle) {
   auto* const self = reinterpret_cast<Stay*>(item);
@@ -116,6 +123,7 @@ PyMemberDef stay_members[] = {{"handle", T_OBJECT, offsetof(Stay, handle), READO
                               {"version", T_LONGLONG, offsetof(Stay, version), READONLY, nullptr},
                               {nullptr, 0, 0, 0, nullptr}};
 PyGetSetDef stay_properties[] = {{"tensor", Stay_tensor, nullptr, nullptr, nullptr},
+                                 {"is_itself", Stay_is_itself, nullptr, nullptr, nullptr},
                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMethodDef stay_methods[] = {{"give_way", Stay_give_way, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
@@ -138,9 +146,15 @@ class Unseen {
   at::impl::TorchFunctionDisabledState functions_;
 };
 
+// Another tensor on the same memory.
+at::Tensor alias_of(const at::Tensor& tensor, const c10::VariableVersion& version) {
+  const c10::impl::ExcludeDispatchKeyGuard modes_off(kModes);
+  return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(version, /*allow_tensor_metadata_change=*/true));
+}
+
 bool is_plain(const at::Tensor& tensor) {
   return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == c10::kStrided && tensor.has_storage() &&
-         !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_quantized() && !tensor.is_inference() &&
+         !tensor.key_set().has_any(kWrapped) && !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_quantized() && !tensor.is_inference() &&
          !tensor._is_zerotensor() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
@@ -175,7 +189,9 @@ Stay* stay_for(Stays& self, PyObject* item) {
   if (next.role == kMoves || !is_plain(tensor) || static_cast<int64_t>(tensor.nbytes()) != next.nbytes) return nullptr;
   if (self.strays != Py_None && (is_true(PyObject_CallNoArgs(self.strays)) || PyErr_Occurred())) return nullptr;
   if (next.role == kIsState) {
-    if (!tensor.is_leaf() || reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl()) != next.storage)
+    // Who lends parameters counts aliases of theirs.
+    if (reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl()) != next.storage ||
+        (self.lends && !tensor.is_leaf()))
       return nullptr;
   } else if (tensor.is_leaf() && tensor.requires_grad()) {  // the program may exchange its memory
     return nullptr;
@@ -191,13 +207,11 @@ Stay* stay_for(Stays& self, PyObject* item) {
   auto* const stay = reinterpret_cast<Stay*>(made);
   new (&stay->node) Node;
   new (&stay->alias) at::Tensor;
-  if (next.role == kIsState) {
+  if (next.role == kIsState && tensor.is_leaf()) {
     stay->own = Py_NewRef(item);
   } else {
-    const c10::impl::ExcludeDispatchKeyGuard modes_off(kModes);
-    const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
-    stay->alias = at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
-    stay->node.put_before(self.here);
+    stay->alias = alias_of(tensor, tensor.unsafeGetTensorImpl()->version_counter());
+    if (next.role == kStays) stay->node.put_before(self.here);
   }
   stay->epoch = self.epoch;
   stay->number = self.number;
@@ -242,7 +256,9 @@ PyObject* Stays_unpack(PyObject* hooks, PyObject* item) {
       is_parked(self, stay->tensor()))
     return PyObject_CallOneArg(self.unpack, item);
   ++self.tick;
-  return stay->own != nullptr ? Py_NewRef(stay->own) : THPVariable_Wrap(stay->alias);
+  if (stay->own != nullptr) return Py_NewRef(stay->own);
+  // Another one: the stay's own loses its memory should the pool be shown it while autograd has this in hand.
+  return THPVariable_Wrap(alias_of(stay->alias, c10::VariableVersion(/*version=*/0)));
   END_HANDLE_TH_ERRORS
 }
 
@@ -319,6 +335,7 @@ PyMemberDef stays_members[] = {{"pack_in_python", T_OBJECT_EX, offsetof(Stays, p
                                {"kept_bytes", T_LONGLONG, offsetof(Stays, kept_bytes), 0, nullptr},
                                {"on", T_LONGLONG, offsetof(Stays, on), 0, nullptr},
                                {"waits", T_LONGLONG, offsetof(Stays, waits), 0, nullptr},
+                               {"lends", T_LONGLONG, offsetof(Stays, lends), 0, nullptr},
                                {"looks", T_LONGLONG, offsetof(Stays, looks), 0, nullptr},
                                {"counts_all", T_LONGLONG, offsetof(Stays, counts_all), 0, nullptr},
                                {"count", T_LONGLONG, offsetof(Stays, count), 0, nullptr},

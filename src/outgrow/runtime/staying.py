@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import logging
-import os
 import subprocess
 from array import array
 from collections import deque
@@ -50,12 +49,14 @@ _Hook = Callable[[Any], Any]
 class Stay(Protocol):
     """A saved tensor that stays, as `Stay` in staying.cpp.
 
-    `tensor` shares memory and version counter with what was saved; of training state it is that itself. Once memory
+    `tensor` shares memory and version counter with what was saved; a parameter or buffer it `is_itself`. Once memory
     ran short, a `handle` has taken its place.
     """
 
     @property
     def tensor(self) -> torch.Tensor: ...
+    @property
+    def is_itself(self) -> bool: ...
     @property
     def handle(self) -> Handle | None: ...
     @property
@@ -114,7 +115,7 @@ class Staying:
         self._expected: array[int] | None = None
         self.pack, self.unpack = hooks
         self.ticks: Any = Ticks()
-        module = _native()
+        module = _native() if fast_path.asks_parked else None
         self._stays: Any = None if module is None else module.Stays()
         if self._stays is None:
             return
@@ -148,7 +149,7 @@ class Staying:
         count = self._ledger.count
         stays.counts_all = isinstance(count, AllocatorCount)
         stays.count, stays.counts = (count.address, count.asks) if isinstance(count, ArenaCount) else (0, 0)
-        stays.looks = not watched
+        stays.looks, stays.lends = not watched, bool(plan.parks)
         stays.on = True
 
     def stop(self) -> None:
@@ -171,7 +172,10 @@ class Staying:
         tensor = stay.tensor
         if tensor._version != stay.version:
             raise changed(tensor.dtype, tensor.shape, stay.version, tensor._version)
-        return tensor
+        if stay.is_itself:
+            return tensor
+        with torch._C._DisableTorchDispatch():  # the stay's own may lose its memory while autograd has this in hand
+            return tensor.detach()
 
     def show_all(self) -> None:
         """Show the pool those that it does not know, as if saved before all that it knows."""
@@ -215,8 +219,6 @@ def _expected(plan: Plan) -> tuple[array[int], array[int]]:
 @cache
 def _native() -> Any:
     """The module in C++; None where there can be none, and the log says why."""
-    if os.environ.get("OUTGROW_FASTPATH") == "0":
-        return None
     try:
         path = str(built(_SOURCE, "c10", "torch_cpu", "torch_python", for_python=True))
         loader = importlib.machinery.ExtensionFileLoader(_MODULE, path)

@@ -1,0 +1,356 @@
+"""Saved tensors that stay by plan never come to Python: which ones do not, and that nobody can tell."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import outgrow
+from outgrow.runtime import staying
+from outgrow.runtime.executor import Executor
+from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.staying import Staying
+from outgrow.tracing.ir import Event
+from steps import (
+    Make,
+    ParkAll,
+    RecomputeAll,
+    Training,
+    budget_for,
+    momentum,
+    supervised,
+    train_in_session,
+    train_plain,
+)
+
+MIB = 1 << 20
+STEPS = 8
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def has_native_hooks() -> None:
+    if staying._native() is None:
+        pytest.skip("needs a C++ compiler and Python's headers")
+
+
+@pytest.fixture
+def in_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many packs and unpacks came to Python in each step so far."""
+    found: list[int] = []
+    begin, pack, unpack = Executor.begin, Executor._pack, Executor.unpack
+
+    def begun(self: Executor, *args: Any, **options: Any) -> None:
+        found.append(0)
+        begin(self, *args, **options)
+
+    def counted(hook: Callable[[Executor, Any], Any]) -> Callable[[Executor, Any], Any]:
+        def count(self: Executor, item: Any) -> Any:
+            found[-1] += 1
+            return hook(self, item)
+
+        return count
+
+    monkeypatch.setattr(Executor, "begin", begun)
+    monkeypatch.setattr(Executor, "_pack", counted(pack))
+    monkeypatch.setattr(Executor, "unpack", counted(unpack))
+    return found
+
+
+class Net(nn.Module):
+    """Convolutions with normalisation and a linear layer: parameters, buffers, statistics, maps large and small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 8, 16, 16, 32)
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(widths))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths[1:])
+        self.last = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(norm(conv(x)), inplace=True)
+        return self.last(F.dropout(x.mean((2, 3)), 0.3))
+
+
+net = supervised(Net, optimize=momentum, shape=(8, 3, 48, 48))
+
+
+def trained_as_plain(make: Make, share: float, policy: Any = "auto", steps: int = STEPS) -> list[outgrow.Summary]:
+    plain = train_plain(make, steps)
+    budget = 1 << 40 if share > 1 else budget_for(make, share)
+    ours, summaries = train_in_session(make, steps, budget=budget, policy=policy)
+    assert ours == plain
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+    return summaries
+
+
+# --- what stays ---
+
+
+def test_where_a_plan_keeps_everything_no_saved_tensor_comes_to_python(in_python: list[int]) -> None:
+    trained_as_plain(net, 2)
+    assert in_python[0] > 50
+    assert in_python[-1] == 0
+
+
+@pytest.mark.parametrize("policy", ["auto", "vdnn-conv", "superneurons", RecomputeAll(), ParkAll()], ids=str)
+def test_where_a_plan_moves_some_the_others_do_not(policy: Any, in_python: list[int]) -> None:
+    trained_as_plain(net, 0.6, policy)
+    assert 0 < in_python[-1] < in_python[0]
+
+
+def test_what_does_not_come_is_counted_among_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for share in (0.6, 2):
+        ours = trained_as_plain(net, share)[-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(staying, "_native", lambda: None)
+            theirs = trained_as_plain(net, share)[-1]
+        assert ours.kept_bytes == pytest.approx(theirs.kept_bytes, rel=0.01)
+        assert ours.offloaded_bytes == pytest.approx(theirs.offloaded_bytes, rel=0.01)
+        assert ours.measured_peak_bytes == pytest.approx(theirs.measured_peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all", RecomputeAll(), ParkAll()], ids=str)
+def test_ops_keep_the_numbers_that_they_have_in_the_trace(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans name ops by those, and autograd shows an op for most of what it unpacks."""
+    numbers: list[int] = []
+    end = FastPath.end
+
+    def noted(self: FastPath, *, followed: bool) -> None:
+        numbers.append(self.number)
+        end(self, followed=followed)
+
+    monkeypatch.setattr(FastPath, "end", noted)
+    trained_as_plain(net, 0.6, policy)
+    assert len(set(numbers[2:])) == 1
+
+
+def test_without_a_compiler_all_of_them_come(monkeypatch: pytest.MonkeyPatch, in_python: list[int]) -> None:
+    monkeypatch.setattr(staying, "_native", lambda: None)
+    trained_as_plain(net, 2)
+    assert len(set(in_python)) == 1
+
+
+# --- what happens to them ---
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of those that the pool was shown."""
+    found: list[int] = []
+    show = Staying._show
+
+    def noted(self: Staying, stay: Any) -> None:
+        found.append(stay.number)
+        show(self, stay)
+
+    monkeypatch.setattr(Staying, "_show", noted)
+    return found
+
+
+def test_when_memory_runs_short_they_leave_all_the_same(shown: list[int]) -> None:
+    """A step that begins to hold more, between its passes, than its plan knows of."""
+
+    def hungry(extra: int) -> Make:
+        def make() -> Training:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))
+            optimizer = momentum(model.parameters())
+
+            def run(k: int) -> torch.Tensor:
+                x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(k))
+                loss = model(x).pow(2).mean()
+                if k >= 5 and extra:
+                    beside = [torch.ones(extra // 8) for _ in range(2)]
+                    loss = loss + 0 * beside[0].sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.detach()
+
+            return Training([model], [optimizer], run)
+
+        return make
+
+    plain = train_plain(hungry(4 * MIB), STEPS)
+    budget = int(budget_for(hungry(0), 0.85))
+    ours, summaries = train_in_session(hungry(4 * MIB), STEPS, budget=budget, policy="auto")
+    assert ours == plain
+    assert shown
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+
+
+@pytest.mark.parametrize("share", [0.6, 2])
+@pytest.mark.parametrize("policy", ["auto", RecomputeAll(), ParkAll()], ids=str)
+@pytest.mark.parametrize("often", [0.05, 0.9])
+def test_whenever_that_is_results_are_the_same(
+    share: float, policy: Any, often: float, monkeypatch: pytest.MonkeyPatch, shown: list[int]
+) -> None:
+    """While an op runs, between what an unpack gives and its use, or while something is made anew."""
+    coins = Random(0)
+
+    def before(name: str) -> None:
+        act = getattr(Executor, name)
+
+        def acted(self: Executor, *args: Any, **options: Any) -> Any:
+            if coins.random() < often:
+                self._staying.show_all()
+            return act(self, *args, **options)
+
+        monkeypatch.setattr(Executor, name, acted)
+
+    for name in ("run", "_run_inside", "pass_view", "pass_detached", "_pack", "unpack", "released"):
+        before(name)
+    trained_as_plain(net, share, policy)
+    assert shown
+
+
+def test_a_graph_that_outlives_its_step_is_no_secret(shown: list[int]) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    x = torch.randn(512, 64)
+    wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with outgrow.Session(model, budget=1 << 30) as session:
+        for k in range(6):
+            with session.step():
+                loss = model(x).sum()
+                if k < 5:
+                    loss.backward(retain_graph=k == 4)
+                    model.zero_grad()
+            if k < 4:
+                assert not shown
+        assert shown
+        assert sum(record.nbytes for record in session._pool.spare()) >= 2 * x.nbytes
+        found = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("share", [0.6, 2])
+def test_what_was_changed_in_place_is_refused_as_in_plain_pytorch(share: float) -> None:
+    def make() -> Training:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+        def run(k: int) -> torch.Tensor:
+            x = torch.randn(256, 64)
+            inner = model[:4](x)
+            loss = model[4](inner).sum()
+            if k == 6:
+                with torch.no_grad():
+                    inner.add_(1)
+            loss.backward()
+            model.zero_grad()
+            return loss.detach()
+
+        return Training([model], [], run)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as plain:
+        train_plain(make, STEPS)
+    budget = 1 << 40 if share > 1 else budget_for(make, share)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as ours:
+        train_in_session(make, STEPS, budget=budget)
+    assert "is at version 1; expected version 0 instead" in str(plain.value)
+    assert "is at version 1; expected version 0 instead" in str(ours.value)
+
+
+@pytest.mark.parametrize("share", [0.9, 2])
+def test_a_write_past_autograd_changes_gradients_as_in_plain_pytorch(share: float) -> None:
+    def make() -> Training:
+        model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
+
+        def run(k: int) -> torch.Tensor:
+            inner = model[:4](torch.randn(512, 128, generator=torch.Generator().manual_seed(k)))
+            loss = model[4](inner).pow(2).mean()
+            if k >= 5:
+                inner.data.mul_(0.5)
+                model[0].weight.data.mul_(0.5)
+            if k == 6:
+                model[4].weight.data = model[4].weight.data * 2
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.1)
+            model.zero_grad()
+            return loss.detach()
+
+        return Training([model], [], run)
+
+    trained_as_plain(make, share)
+
+
+def test_parameters_that_move_between_steps_are_found_again(in_python: list[int]) -> None:
+    def make() -> Training:
+        training = net()
+        model, run = training.models[0], training.run
+
+        def moved(k: int) -> torch.Tensor:
+            if k == 5:
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.data = tensor.data.clone()
+            return run(k)
+
+        return Training(training.models, training.optimizers, moved)
+
+    trained_as_plain(make, 2)
+    assert in_python[4] == 0 < in_python[5]
+    assert in_python[-1] == 0
+
+
+def test_hooks_of_the_programs_own_take_what_is_theirs() -> None:
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            x = model.convs[0](x).relu()
+        for conv in model.convs[1:]:
+            x = torch.utils.checkpoint.checkpoint(lambda x, conv=conv: conv(x).relu(), x, use_reentrant=False)
+        return model.last(x.mean((2, 3)))
+
+    trained_as_plain(supervised(Net, forward, momentum, shape=(8, 3, 48, 48)), 2)
+
+
+def test_nothing_is_left_of_them() -> None:
+    kind = staying._native().Stay
+    model = Net()
+    session = outgrow.Session(model, budget=1 << 30)
+    for _ in range(5):
+        with session.step():
+            loss = model(torch.randn(4, 3, 48, 48)).sum()
+            if _ < 4:
+                loss.backward()
+                model.zero_grad()
+    session.close()
+    loss.backward()  # a graph whose session is over
+    gone = weakref.ref(session)
+    del session, loss
+    gc.collect()
+    assert gone() is None
+    assert not [item for item in gc.get_objects() if type(item) is kind]
+
+
+def test_ticks_that_the_plan_acts_at_come_to_python() -> None:
+    """All codes of a plan, against the trace and what the plan does."""
+    training = net()
+    with outgrow.Session(training.models, training.optimizers, budget=budget_for(net, 0.6)) as session:
+        for k in range(3):
+            with session.step():
+                training.run(k)
+        plan = session.plan
+        assert plan is not None
+        expected, codes = staying._expected(plan)
+        trace = plan.problem.trace
+        acts = {item.out_tick for item in plan.offloads} | {item.in_tick for item in plan.offloads}
+        for number, (tick, code) in enumerate(zip(trace.ticks, codes, strict=True)):
+            assert code >> 2 == tick.saved
+            assert bool(code & 1) == (tick.event is Event.UNPACK)
+            assert code & 2 or number not in acts
+        moved = {item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items}
+        for number, saved in enumerate(trace.saved):
+            assert (expected[4 * number] == staying._MOVES) >= (saved.value in moved)
