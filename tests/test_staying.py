@@ -192,7 +192,7 @@ def test_when_memory_runs_short_they_leave_all_the_same(shown: list[int]) -> Non
 
 
 @pytest.mark.parametrize("share", [0.6, 2])
-@pytest.mark.parametrize("policy", ["auto", RecomputeAll(), ParkAll()], ids=str)
+@pytest.mark.parametrize("policy", ["auto", "checkpoint", ParkAll()], ids=str)
 @pytest.mark.parametrize("often", [0.05, 0.9])
 def test_whenever_that_is_results_are_the_same(
     share: float, policy: Any, often: float, monkeypatch: pytest.MonkeyPatch, shown: list[int]
@@ -213,7 +213,7 @@ def test_whenever_that_is_results_are_the_same(
     for name in ("run", "_run_inside", "pass_view", "pass_detached", "_pack", "unpack", "released"):
         before(name)
     trained_as_plain(net, share, policy)
-    assert shown
+    assert shown or policy == "checkpoint"  # which moves, or makes others from, all that could leave
 
 
 def test_a_graph_that_outlives_its_step_is_no_secret(shown: list[int]) -> None:
