@@ -9,6 +9,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import psutil
 import pytest
 
 from conftest import SOURCE, TESTS, RunChild, StartChild
+from outgrow.cache import cache_folder
 from outgrow.cli.main import run
 from ranks import CASES, cases_of_rank
 
@@ -36,6 +38,16 @@ TINY_GPT = ("gpt-2x64", "--batch", "8", "--image-size", "64", "--seed", "3")  # 
 def environment(**more: str) -> dict[str, str]:
     path = os.pathsep.join([str(SOURCE), str(TESTS), *filter(None, sys.path)])
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache that has what was compiled so far, and nothing else: ranks need not compile it once more, for a minute."""
+    folder = tmp_path / "cache"
+    (folder / "outgrow").mkdir(parents=True)
+    for compiled in cache_folder().glob("*.so"):
+        shutil.copy(compiled, folder / "outgrow")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +190,8 @@ def wait_until(true: Any, seconds: float, what: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_rank_whose_peer_is_killed_ends_with_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_rank_whose_peer_is_killed_ends_with_an_error_and_leaves_no_file(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "spill").mkdir()
-    cache = tmp_path / "cache"
     ranks = [
         subprocess.Popen(
             [sys.executable, str(TESTS / "ranks.py"), str(tmp_path), str(rank)],
@@ -210,13 +221,13 @@ def test_a_rank_whose_peer_is_killed_ends_with_an_error_and_leaves_no_file(tmp_p
             process.communicate()
 
 
-def test_under_torchrun_ranks_train_as_plain_ones_do_and_end_together(tmp_path: Path) -> None:
+def test_under_torchrun_ranks_train_as_plain_ones_do_and_end_together(tmp_path: Path, cache: Path) -> None:
     spill = tmp_path / "spill"
     spill.mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
         [*torchrun, str(TESTS / "ranks.py"), str(tmp_path)],
-        env=environment(XDG_CACHE_HOME=str(tmp_path / "cache")),
+        env=environment(XDG_CACHE_HOME=str(cache)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from outgrow.runtime import fastpath, staying
 from outgrow.runtime.clock import DeviceClock
 from outgrow.runtime.copies.copy import Copies
 from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.copies.cuda import CudaCopies
 from outgrow.runtime.copies.streams import CudaStreams
 from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.native import build_ahead
+from outgrow.runtime.tiers import arena
 from outgrow.runtime.tiers.cuda import CudaMemory
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.host import HostTier, pinned
@@ -44,6 +47,10 @@ def open_backend(
     Raises:
         HostBudgetTooSmall: that is not even enough for the way to the disk.
     """
+    if device.type != "cpu":
+        build_ahead(fastpath.CODE, staying.CODE)
+    elif arena.is_wanted():
+        build_ahead(arena.CODE, fastpath.CODE, staying.CODE)
     if device.type == "cpu":
         ram = Ram(psutil.Process().memory_info().rss - ledger.live_bytes, budget_bytes)
         fast_path = FastPath(ledger, budget_bytes, ram)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from outgrow.planning.plan import Plan
-from outgrow.runtime.native import built
+from outgrow.runtime.native import Code, built
 from outgrow.runtime.tiers.arena import ArenaCount
 from outgrow.runtime.tiers.cuda import AllocatorCount
 from outgrow.runtime.tiers.ram import Ram
@@ -30,7 +30,7 @@ from outgrow.tracing.ledger import Ledger, StorageRecord
 
 _LOG = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("fastpath.cpp")
+CODE = Code(Path(__file__).with_name("fastpath.cpp"), ("c10", "torch_cpu"))
 # The dispatch key that native code sees ops on: PyTorch has it and makes no use of it.
 KEY = "TESTING_ONLY_GenericMode"
 # Plans whose steps are known: a data loader's last batch has one of its own.
@@ -326,7 +326,7 @@ def _library() -> ctypes.CDLL | None:
     if os.environ.get("OUTGROW_FASTPATH") == "0":
         return None
     try:
-        library = ctypes.CDLL(str(built(_SOURCE, "c10", "torch_cpu")))
+        library = ctypes.CDLL(str(built(CODE)))
     except (OSError, subprocess.SubprocessError) as error:
         _LOG.info("no fast path, every op goes through Python: %s", error)
         return None

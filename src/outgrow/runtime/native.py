@@ -3,51 +3,90 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from outgrow.cache import cache_folder
 
+_LOG = logging.getLogger(__name__)
+
 _COMPILE_SECONDS = 120
 
 
-def built(source: Path, *libraries: str, for_python: bool = False) -> Path:
-    """The compiled `source`, from the cache or built now; `libraries` of PyTorch it is linked with.
+@dataclass(frozen=True)
+class Code:
+    """C++ of ours: where it is, and the `libraries` of PyTorch that it is linked with.
 
     What is `for_python` is a module of this Python's, and needs its headers.
+    """
+
+    source: Path
+    libraries: tuple[str, ...]
+    for_python: bool = False
+
+    @property
+    def includes(self) -> list[Path]:
+        """The folders of the headers that it includes."""
+        return [_torch_root() / "include", *([Path(sysconfig.get_path("include"))] if self.for_python else [])]
+
+    @property
+    def target(self) -> Path:
+        """Where it is when it is compiled: under another name for other sources, another PyTorch or Python."""
+        made_for = self.source.read_bytes() + f"{torch.__version__} {_torch_root()}".encode()
+        if self.for_python:
+            made_for += f" {sys.version} {self.includes[-1]}".encode()
+        return cache_folder() / f"{self.source.stem}-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
+
+
+def _torch_root() -> Path:
+    return Path(torch.__file__).parent
+
+
+def build_ahead(*codes: Code) -> None:
+    """Compile what is not there yet, side by side. What fails, fails again where it is wanted."""
+    missing = [code for code in codes if not code.target.exists()]
+    if len(missing) < 2:
+        return
+    with ThreadPoolExecutor(len(missing)) as pool:
+        for building in [pool.submit(built, code) for code in missing]:
+            with suppress(OSError, subprocess.SubprocessError):
+                building.result()
+
+
+def built(code: Code) -> Path:
+    """The compiled code, from the cache or built now.
 
     Raises:
         OSError: there is no compiler, it fails, or the cache cannot be written.
         subprocess.SubprocessError: the compiler takes too long.
     """
-    torch_root = Path(torch.__file__).parent
-    made_for = source.read_bytes() + f"{torch.__version__} {torch_root}".encode()
-    includes = [torch_root / "include"]
-    if for_python:
-        headers = Path(sysconfig.get_path("include"))
-        if not (headers / "Python.h").exists():
-            raise OSError(f"there are no headers of Python in {headers}")
-        made_for += f" {sys.version} {headers}".encode()
-        includes.append(headers)
-    folder = cache_folder()
-    target = folder / f"{source.stem}-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
+    target = code.target
     if target.exists():
         return target
+    if code.for_python and not (code.includes[-1] / "Python.h").exists():
+        raise OSError(f"there are no headers of Python in {code.includes[-1]}")
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
         raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
+    _LOG.info("compiling %s, once", code.source.name)
+    folder = target.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / target.name
-        command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", *(f"-I{include}" for include in includes)]
-        command += [str(source), "-o", str(made), f"-L{torch_root / 'lib'}", *(f"-l{name}" for name in libraries)]
+        command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", *(f"-I{include}" for include in code.includes)]
+        command += [str(code.source), "-o", str(made)]
+        command += [f"-L{_torch_root() / 'lib'}", *(f"-l{name}" for name in code.libraries)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         if done.returncode:
             raise OSError(f"{compiler} failed: {done.stderr.strip()}")

@@ -25,7 +25,7 @@ from outgrow.planning.agenda import actions_of, stays_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.handles import Handle, Owner, changed
-from outgrow.runtime.native import built
+from outgrow.runtime.native import Code, built
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers.arena import ArenaCount
 from outgrow.runtime.tiers.cuda import AllocatorCount
@@ -34,7 +34,7 @@ from outgrow.tracing.ledger import Ledger, StorageRecord
 
 _LOG = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("staying.cpp")
+CODE = Code(Path(__file__).with_name("staying.cpp"), ("c10", "torch_cpu", "torch_python"), for_python=True)
 _MODULE = "outgrow_staying"
 # Plans whose steps are known, as many as have lessons (`fastpath.py`).
 _MOST_PLANS = 4
@@ -220,7 +220,7 @@ def _expected(plan: Plan) -> tuple[array[int], array[int]]:
 def _native() -> Any:
     """The module in C++; None where there can be none, and the log says why."""
     try:
-        path = str(built(_SOURCE, "c10", "torch_cpu", "torch_python", for_python=True))
+        path = str(built(CODE))
         loader = importlib.machinery.ExtensionFileLoader(_MODULE, path)
         spec = importlib.util.spec_from_loader(_MODULE, loader)
         assert spec is not None

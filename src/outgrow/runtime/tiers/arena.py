@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from outgrow.runtime.native import built
+from outgrow.runtime.native import Code, built
+from outgrow.runtime.tiers.heap import address_space_is_limited
 from outgrow.runtime.tiers.resident import ResidentSet
 
 _LOG = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("arena.cpp")
+CODE = Code(Path(__file__).with_name("arena.cpp"), ("c10",))
 # Addresses for each byte of the machine's memory: between blocks there are holes, and addresses cost nothing.
 _ADDRESSES_PER_BYTE = 2
 
@@ -146,6 +147,11 @@ class Arena:
             self._open(0)
 
 
+def is_wanted() -> bool:
+    """Whether there is to be an arena at all: nobody said otherwise, and addresses are not limited."""
+    return os.environ.get("OUTGROW_ARENA") != "0" and not address_space_is_limited()
+
+
 @cache
 def find_arena() -> Arena | None:
     """The process's arena; None where there can be none, and the log says why."""
@@ -153,7 +159,7 @@ def find_arena() -> Arena | None:
         return None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        library = ctypes.CDLL(str(built(_SOURCE, "c10")))
+        library = ctypes.CDLL(str(built(CODE)))
     except (OSError, subprocess.SubprocessError) as error:
         _LOG.info("no arena, tensors stay on the heap: %s", error)
         return None

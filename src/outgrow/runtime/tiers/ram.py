@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from outgrow.runtime.tiers.arena import Arena, find_arena
-from outgrow.runtime.tiers.heap import Heap, address_space_is_limited, give_back
+from outgrow.runtime.tiers.arena import Arena, find_arena, is_wanted
+from outgrow.runtime.tiers.heap import Heap, give_back
 from outgrow.runtime.tiers.reserve import Reserve
 from outgrow.runtime.tiers.resident import ResidentSet
 
@@ -28,7 +28,7 @@ class Ram:
         self.margin_bytes = self.margin_of(budget_bytes)
         self._resident = ResidentSet()
         self._reserve = Reserve()
-        arena = None if address_space_is_limited() else find_arena()
+        arena = find_arena() if is_wanted() else None
         self._memory: Arena | Heap = arena or Heap()
         self._heap = self._memory if isinstance(self._memory, Heap) else None
         if self._heap is None:
