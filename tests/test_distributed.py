@@ -42,7 +42,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """A cache that has what was compiled so far, and nothing else: ranks need not compile it once more, for a minute."""
+    """A cache that has what was compiled so far, and nothing else: ranks need not compile it once more."""
     folder = tmp_path / "cache"
     (folder / "outgrow").mkdir(parents=True)
     for compiled in cache_folder().glob("*.so"):
