@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn import functional as F
 
 import outgrow
@@ -19,7 +24,8 @@ from outgrow.runtime import staying
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.staying import Staying
-from outgrow.tracing.ir import Event
+from outgrow.runtime.tiers.ram import Ram
+from outgrow.tracing.ir import Event, Kind
 from steps import (
     Make,
     ParkAll,
@@ -151,9 +157,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     show = Staying._show
 
-    def noted(self: Staying, stay: Any) -> None:
+    def noted(self: Staying, stay: Any, *, is_over: bool) -> None:
         found.append(stay.number)
-        show(self, stay)
+        show(self, stay, is_over=is_over)
 
     monkeypatch.setattr(Staying, "_show", noted)
     return found
@@ -316,23 +322,159 @@ def test_hooks_of_the_programs_own_take_what_is_theirs() -> None:
     trained_as_plain(supervised(Net, forward, momentum, shape=(8, 3, 48, 48)), 2)
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["native", "in Python"])
+@pytest.mark.parametrize("saved", ["an activation", "a weight", "an alias of a weight"])
+@pytest.mark.parametrize("share", [0.6, 2])
+def test_a_graph_of_gradients_sees_what_is_changed_in_place(
+    share: float, saved: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves what the first backward pass was given."""
+    if not native:
+        monkeypatch.setattr(staying, "_native", lambda: None)
+
+    def make() -> Training:
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False), nn.Tanh())
+        scale = nn.Parameter(torch.ones(64))
+
+        def run(k: int) -> torch.Tensor:
+            x = torch.randn(256, 64, generator=torch.Generator().manual_seed(k), requires_grad=True)
+            inner = model[:2](x)
+            out = model[2](inner) * scale
+            (slope,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
+            if k == 6:
+                with torch.no_grad():
+                    {"an activation": inner, "a weight": scale, "an alias of a weight": model[2].weight}[saved].mul_(
+                        2
+                    )
+            loss = slope.pow(2).sum()
+            loss.backward()
+            model.zero_grad()
+            return loss.detach()
+
+        return Training([model], [], run)
+
+    budget = 1 << 40 if share > 1 else budget_for(make, share)
+    for train in (lambda: train_plain(make, STEPS), lambda: train_in_session(make, STEPS, budget=budget)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            train()
+
+
+def test_parameters_with_aliases_in_a_graph_that_is_kept_stay_parameters() -> None:
+    """A plan lends only those that nobody else has."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    kept = []
+    with outgrow.Session(model, budget=1 << 30) as session:
+        for k in range(7):
+            with session.step():
+                loss = model(torch.randn(8 if k < 6 else 16, 64)).sum()
+                if k == 5:
+                    kept.append(loss)  # with its graph
+                else:
+                    loss.backward()
+        trace = session.plan.problem.trace
+        assert not any(value.kind is Kind.SHARED for value in trace.values)
+        kept.clear()
+        assert not any(record.aliases for record in session._ledger.alive())
+
+
+def test_what_another_thread_lets_go_of_is_gone_at_the_next_step() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    kept: list[torch.Tensor] = []
+    with outgrow.Session(model, budget=1 << 30) as session:
+        for k in range(8):
+            with session.step():
+                loss = model(torch.randn(512, 64)).sum()
+                loss.backward(retain_graph=k == 5)
+                model.zero_grad()
+            if k == 5:
+                kept.append(loss)
+                del loss
+                assert list(session._pool.spare())
+                thread = threading.Thread(target=kept.clear)
+                thread.start()
+                thread.join()
+        assert not list(session._pool.entries())
+
+
+def test_a_signal_that_finds_code_of_ours_does_not_wait_for_the_end_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = net()
+    heard: list[int] = []
+    make_room = Ram.make_room
+
+    def at_a_look(self: Ram, nbytes: int) -> None:
+        if steps[-1:] == [5] and not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        make_room(self, nbytes)
+
+    monkeypatch.setattr(Ram, "make_room", at_a_look)
+    sent: list[bool] = []
+    steps: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with outgrow.Session(training.models, training.optimizers, budget=1 << 40) as session:
+            for k in range(6):
+                with session.step():
+                    steps.append(k)
+                    training.run(k)
+                    assert bool(sent) == bool(heard)
+        assert heard
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_no_compiler_looks_at_code_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that is compiled by itself runs compiled where no op is watched."""
+    compiled = torch.compile(lambda x: torch.tanh(x) * torch.sigmoid(x), backend="aot_eager")
+    looks: list[bool] = []
+    look = Executor._look
+
+    def looked(self: Executor) -> None:
+        looks.append(bool(get_eval_frame_callback()))
+        look(self)
+
+    monkeypatch.setattr(Executor, "_look", looked)
+    model = nn.Linear(64, 64)
+    with outgrow.Session(model, budget=1 << 30) as session:
+        for _ in range(6):
+            with session.step():
+                x = model(torch.randn(256, 64))
+                for _layer in range(8):
+                    x = compiled(x)
+                x.sum().backward()
+                model.zero_grad()
+    assert looks
+    assert not any(looks)
+
+
 def test_nothing_is_left_of_them() -> None:
-    kind = staying._native().Stay
     model = Net()
+
+    def references() -> int:
+        return sum(sys.getrefcount(item) for item in (*model.parameters(), *model.buffers()))
+
+    before = references()
     session = outgrow.Session(model, budget=1 << 30)
-    for _ in range(5):
+    held: list[int] = []
+    for k in range(7):
         with session.step():
             loss = model(torch.randn(4, 3, 48, 48)).sum()
-            if _ < 4:
+            if k < 6:
                 loss.backward()
                 model.zero_grad()
+        held.append(references())
+        assert not session._executor._staying._stays.all()
+    assert held[4] == held[5] < held[6]
     session.close()
     loss.backward()  # a graph whose session is over
     gone = weakref.ref(session)
     del session, loss
     gc.collect()
     assert gone() is None
-    assert not [item for item in gc.get_objects() if type(item) is kind]
+    model.zero_grad()
+    assert references() == before
 
 
 def test_ticks_that_the_plan_acts_at_come_to_python() -> None:

@@ -342,6 +342,7 @@ class Session:
         self._in_step = True
 
     def _open_step(self) -> None:
+        self._executor.come_here()
         self._layouts = self._wrappers.layouts()
         kind = self._kinds.begin(self._wrappers.syncs())
         plan = None if kind is None else kind.plan

@@ -121,7 +121,7 @@ class Executor:
             ledger,
             pool,
             self._fast,
-            look=lambda: memory.make_room(0),
+            look=self._look,
             strays=None if clock is None else clock.strays,
             nothing=self._nothing,
         )
@@ -196,7 +196,7 @@ class Executor:
             self._fast.begin(None if cares_for_all else plan, self._modes + 1, is_open=self._memory.is_open)
             self._fast.passes_writes = not (self._recomputer.on or self._pool.dropped or self._parking.on)
             if plan is not None and recorder is None and not self._compiled:
-                self._staying.begin(plan, watched=watch)
+                self._staying.begin(plan, kinds, watched=watch)
             self._stack = stack.pop_all()
         self._started = time.perf_counter()
         if self._recording is not None:
@@ -205,8 +205,7 @@ class Executor:
     def end(self) -> StepOutcome:
         """Take hooks and mode off and say what was measured."""
         assert self._stack is not None
-        if self._changes_threads:
-            self.come_here()
+        self.come_here()
         self._compiled.end()
         if self._follower.on and not self._follower.done:
             _LOG.info("fallback: the step ended early, %s", self._follower.where_next())
@@ -241,7 +240,6 @@ class Executor:
             self._last = self._follower.plan
         self._close_stack()
         saved = self._saved_bytes + self._ticks.kept_bytes
-        saved = self._saved_bytes + self._ticks.kept_bytes
         outcome = StepOutcome(
             peak_bytes=self._peak,
             seconds=seconds,
@@ -272,8 +270,10 @@ class Executor:
         self._fast.end(followed=self._follower.done and not self._pool.faults)
         self._stack.close()
         self._stack = None
-        self._staying.show_all()  # a graph that outlives the step
-        self._memory.end_step()
+        try:
+            self._staying.show_all(is_over=True)  # a graph that outlives the step
+        finally:
+            self._memory.end_step()
         self._recording = None
         self._ledger.on_death = None
 
@@ -315,8 +315,18 @@ class Executor:
         if here != self._thread:
             self._thread = here
             self._ledger.work_here()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Book what other threads let go of."""
         while self._released_elsewhere:
             self.released(self._released_elsewhere.popleft())
+
+    def _look(self) -> None:
+        """Now and then in a step that nobody watches: let in who waits, and look at the resident set."""
+        if self._interrupts.waiting:
+            self._interrupts.check()
+        self._memory.make_room(0)
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Autograd saves a tensor."""
@@ -335,8 +345,8 @@ class Executor:
             self._interrupts.check()
         if self._changes_threads:
             self.come_here()
-        while self._released_elsewhere:
-            self.released(self._released_elsewhere.popleft())
+        if self._released_elsewhere:
+            self._catch_up()
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             handle = Handle(self, tensor, self._epoch, self._ticks.number)
             self._ticks.number += 1
@@ -526,6 +536,8 @@ class Executor:
             self._interrupts.check()
         if self._changes_threads:
             self.come_here()
+        if self._released_elsewhere:
+            self._catch_up()
         fast, recording = self._fast, self._recording
         if recording is not None:
             recording.reach()

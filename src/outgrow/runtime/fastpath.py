@@ -15,14 +15,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outgrow.planning.plan import Plan
-from outgrow.runtime.native import Code, built
+from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.tiers.arena import ArenaCount
 from outgrow.runtime.tiers.cuda import AllocatorCount
 from outgrow.runtime.tiers.ram import Ram
@@ -320,7 +319,7 @@ class FastPath:
             self._library = None
 
 
-@cache
+@once
 def _library() -> ctypes.CDLL | None:
     """The native half; None where there can be none, and the log says why."""
     if os.environ.get("OUTGROW_FASTPATH") == "0":

@@ -83,13 +83,15 @@ class Follower:
             or not self._parking.agrees(saved.value, entry)
         ):
             return False
-        for action, value, offset in self._actions.get(number, ()):
-            self._act(action, value, offset)
-        if self._deferred:
-            rise = self._rise_ahead(tick.op)
-            while self._deferred and self._deferred[0](rise):
-                self._deferred.popleft()
-        ticks.waits = bool(self._deferred)
+        try:
+            for action, value, offset in self._actions.get(number, ()):
+                self._act(action, value, offset)
+            if self._deferred:
+                rise = self._rise_ahead(tick.op)
+                while self._deferred and self._deferred[0](rise):
+                    self._deferred.popleft()
+        finally:
+            ticks.waits = bool(self._deferred)
         return True
 
     def _act(self, action: str, value: int, offset: int) -> None:

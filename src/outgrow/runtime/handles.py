@@ -86,9 +86,15 @@ class Handle:
             raise changed(self._dtype, self._shape, self._version, self.ghost._version)
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The window on the value's memory, with size, stride and offset as they were."""
+        """The window on the value's memory, with size, stride and offset as they were, and its version counter.
+
+        A graph of the gradient saves the window, and has to see what is changed in place later on.
+        """
         window = torch.empty(0, dtype=self._dtype, device=storage.device)
-        return window.set_(storage, self._offset, self._shape, self._stride)
+        window.set_(storage, self._offset, self._shape, self._stride)
+        shared = self.ghost.detach()
+        shared.data = window
+        return shared
 
     def __del__(self) -> None:
         self.owner.released(self)

@@ -10,10 +10,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, wraps
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -47,6 +51,21 @@ class Code:
         if self.for_python:
             made_for += f" {sys.version} {self.includes[-1]}".encode()
         return cache_folder() / f"{self.source.stem}-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
+
+
+_Made = TypeVar("_Made")
+
+
+def once(make: Callable[[], _Made]) -> Callable[[], _Made]:
+    """Called once in a process: `functools.cache` calls once for each thread that comes before the first is done."""
+    lock, known = threading.Lock(), cache(make)
+
+    @wraps(make)
+    def get() -> _Made:
+        with lock:
+            return known()
+
+    return get
 
 
 def _torch_root() -> Path:

@@ -133,12 +133,13 @@ class Pool:
         self._unpark(record)
         key = (record.serial, tensor._version)
         entry = self._entries.get(key)
+        is_new = entry is None
         if entry is None:
             entry = self._entries[key] = Entry(record, tensor.untyped_storage(), tensor._version)
             self._place(entry)
         entry.handles += 1
         self._touch(entry)
-        if is_oldest and entry in self._recent:
+        if is_new and is_oldest:
             self._recent.move_to_end(entry, last=False)
         return entry
 

@@ -9,10 +9,12 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
 #include <new>
+#include <utility>
 
 namespace {
 
@@ -51,7 +53,7 @@ struct Node {
 // One that stays.
 struct Stay {
   PyObject_HEAD
-  Node node;         // among those that the pool may have to be shown; alone, if it is training state
+  Node node;         // among those that somebody may have to be shown; alone, if it is the tensor itself
   at::Tensor alias;  // shares memory and version counter with what was saved
   PyObject* own;     // of what no node made, in training state, the tensor itself in place of that
   PyObject* handle;  // what took its place when the pool was shown it
@@ -100,20 +102,24 @@ void Stay_dealloc(PyObject* item) {
 }
 
 PyObject* Stay_tensor(PyObject* item, void*) {
+  HANDLE_TH_ERRORS
   auto* const self = reinterpret_cast<Stay*>(item);
   if (self->handle != nullptr) Py_RETURN_NONE;
   return self->own != nullptr ? Py_NewRef(self->own) : THPVariable_Wrap(self->alias);
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* Stay_is_itself(PyObject* item, void*) { return PyBool_FromLong(reinterpret_cast<Stay*>(item)->own != nullptr); }
 
 // A handle takes its place.
 PyObject* Stay_give_way(PyObject* item, PyObject* handle) {
+  HANDLE_TH_ERRORS
   auto* const self = reinterpret_cast<Stay*>(item);
   Py_XSETREF(self->handle, Py_NewRef(handle));
   self->node.take_out();
   self->alias.reset();
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyMemberDef stay_members[] = {{"handle", T_OBJECT, offsetof(Stay, handle), READONLY, nullptr},
@@ -146,10 +152,11 @@ class Unseen {
   at::impl::TorchFunctionDisabledState functions_;
 };
 
-// Another tensor on the same memory.
-at::Tensor alias_of(const at::Tensor& tensor, const c10::VariableVersion& version) {
+// Another tensor on the same memory, with the same version counter.
+at::Tensor alias_of(const at::Tensor& tensor) {
   const c10::impl::ExcludeDispatchKeyGuard modes_off(kModes);
-  return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(version, /*allow_tensor_metadata_change=*/true));
+  const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
 bool is_plain(const at::Tensor& tensor) {
@@ -184,11 +191,14 @@ bool is_next(const Stays& self, int64_t code) {
 // What autograd is to keep; null if Python has to say, or with its error set.
 Stay* stay_for(Stays& self, PyObject* item) {
   if (!THPVariable_CheckExact(item) || !is_next(self, self.number << 2)) return nullptr;
+  // What is called here in Python would be compiled.
+  if (is_true(PyObject_CallNoArgs(self.is_compiling)) || PyErr_Occurred()) return nullptr;
   const auto& next = static_cast<const Expected*>(self.expected.buf)[self.number];
   const at::Tensor& tensor = THPVariable_Unpack(item);
   if (next.role == kMoves || !is_plain(tensor) || static_cast<int64_t>(tensor.nbytes()) != next.nbytes) return nullptr;
   if (self.strays != Py_None && (is_true(PyObject_CallNoArgs(self.strays)) || PyErr_Occurred())) return nullptr;
-  if (next.role == kIsState) {
+  const bool is_state = next.role == kIsState;
+  if (is_state) {
     // Who lends parameters counts aliases of theirs.
     if (reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl()) != next.storage ||
         (self.lends && !tensor.is_leaf()))
@@ -196,22 +206,22 @@ Stay* stay_for(Stays& self, PyObject* item) {
   } else if (tensor.is_leaf() && tensor.requires_grad()) {  // the program may exchange its memory
     return nullptr;
   } else if (!is_counted(self, tensor)) {
-    if (is_true(PyObject_CallNoArgs(self.is_compiling)) || PyErr_Occurred()) return nullptr;
     const Unseen unseen;
     PyObject* const record = PyObject_CallOneArg(self.see, item);
     if (record == nullptr) return nullptr;
     Py_DECREF(record);
   }
+  const bool is_itself = is_state && tensor.is_leaf();
+  at::Tensor alias = is_itself ? at::Tensor() : alias_of(tensor);
   PyObject* const made = StayType.tp_alloc(&StayType, 0);
   if (made == nullptr) return nullptr;
   auto* const stay = reinterpret_cast<Stay*>(made);
   new (&stay->node) Node;
-  new (&stay->alias) at::Tensor;
-  if (next.role == kIsState && tensor.is_leaf()) {
+  new (&stay->alias) at::Tensor(std::move(alias));
+  if (is_itself) {
     stay->own = Py_NewRef(item);
   } else {
-    stay->alias = alias_of(tensor, tensor.unsafeGetTensorImpl()->version_counter());
-    if (next.role == kStays) stay->node.put_before(self.here);
+    stay->node.put_before(self.here);
   }
   stay->epoch = self.epoch;
   stay->number = self.number;
@@ -258,11 +268,11 @@ PyObject* Stays_unpack(PyObject* hooks, PyObject* item) {
   ++self.tick;
   if (stay->own != nullptr) return Py_NewRef(stay->own);
   // Another one: the stay's own loses its memory should the pool be shown it while autograd has this in hand.
-  return THPVariable_Wrap(alias_of(stay->alias, c10::VariableVersion(/*version=*/0)));
+  return THPVariable_Wrap(alias_of(stay->alias));
   END_HANDLE_TH_ERRORS
 }
 
-// Those that the pool may have to be shown, the oldest first.
+// Those that somebody may have to be shown, the oldest first.
 PyObject* Stays_all(PyObject* hooks, PyObject*) {
   auto& self = *reinterpret_cast<Stays*>(hooks);
   PyObject* const found = PyList_New(0);
@@ -275,50 +285,62 @@ PyObject* Stays_all(PyObject* hooks, PyObject*) {
   return found;
 }
 
+// Know nothing of any step.
+void forget(Stays& self) {
+  PyBuffer_Release(&self.expected);
+  PyBuffer_Release(&self.codes);
+  self.expected = self.codes = Py_buffer{};
+}
+
 // What is known of the saved tensors and ticks of the step that begins, two arrays of 64-bit integers.
 PyObject* Stays_expect(PyObject* hooks, PyObject* args) {
   auto& self = *reinterpret_cast<Stays*>(hooks);
   PyObject *expected, *codes;
   if (!PyArg_ParseTuple(args, "OO", &expected, &codes)) return nullptr;
-  PyBuffer_Release(&self.expected);
-  PyBuffer_Release(&self.codes);
+  forget(self);
   if (PyObject_GetBuffer(expected, &self.expected, PyBUF_SIMPLE) != 0) return nullptr;
-  if (PyObject_GetBuffer(codes, &self.codes, PyBUF_SIMPLE) != 0) return nullptr;
+  if (PyObject_GetBuffer(codes, &self.codes, PyBUF_SIMPLE) != 0) {
+    forget(self);
+    return nullptr;
+  }
   Py_RETURN_NONE;
+}
+
+// Who is called; nobody at first.
+template <typename Act>
+void for_each_callable(Stays& self, Act act) {
+  for (PyObject** const item :
+       {&self.pack, &self.unpack, &self.see, &self.is_compiling, &self.strays, &self.look, &self.packs})
+    act(*item);
+}
+
+int Stays_clear(PyObject* hooks) {
+  for_each_callable(*reinterpret_cast<Stays*>(hooks), [](PyObject*& item) { Py_XSETREF(item, Py_NewRef(Py_None)); });
+  return 0;
 }
 
 PyObject* Stays_new(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* const made = type->tp_alloc(type, 0);
-  if (made != nullptr) new (&reinterpret_cast<Stays*>(made)->here) Node;
+  if (made == nullptr) return nullptr;
+  new (&reinterpret_cast<Stays*>(made)->here) Node;
+  Stays_clear(made);
   return made;
 }
 
 int Stays_traverse(PyObject* hooks, visitproc visit, void* arg) {
-  auto& self = *reinterpret_cast<Stays*>(hooks);
-  for (PyObject* const item : {self.pack, self.unpack, self.see, self.is_compiling, self.strays, self.look, self.packs})
-    Py_VISIT(item);
-  return 0;
-}
-
-int Stays_clear(PyObject* hooks) {
-  auto& self = *reinterpret_cast<Stays*>(hooks);
-  Py_CLEAR(self.pack);
-  Py_CLEAR(self.unpack);
-  Py_CLEAR(self.see);
-  Py_CLEAR(self.is_compiling);
-  Py_CLEAR(self.strays);
-  Py_CLEAR(self.look);
-  Py_CLEAR(self.packs);
-  return 0;
+  int found = 0;
+  for_each_callable(*reinterpret_cast<Stays*>(hooks), [&](PyObject* item) {
+    if (found == 0 && item != nullptr) found = visit(item, arg);
+  });
+  return found;
 }
 
 void Stays_dealloc(PyObject* hooks) {
   auto& self = *reinterpret_cast<Stays*>(hooks);
   PyObject_GC_UnTrack(hooks);
   while (self.here.after != &self.here) self.here.after->take_out();
-  PyBuffer_Release(&self.expected);
-  PyBuffer_Release(&self.codes);
-  Stays_clear(hooks);
+  forget(self);
+  for_each_callable(self, [](PyObject*& item) { Py_CLEAR(item); });
   Py_TYPE(hooks)->tp_free(hooks);
 }
 

@@ -13,8 +13,7 @@ import logging
 import subprocess
 from array import array
 from collections import deque
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from outgrow.planning.agenda import actions_of, stays_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.handles import Handle, Owner, changed
-from outgrow.runtime.native import Code, built
+from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers.arena import ArenaCount
 from outgrow.runtime.tiers.cuda import AllocatorCount
@@ -113,6 +112,7 @@ class Staying:
         self._nothing = nothing
         self._known: deque[tuple[Plan, array[int], array[int]]] = deque(maxlen=_MOST_PLANS)
         self._expected: array[int] | None = None
+        self._kinds: Mapping[int, Kind] = {}
         self.pack, self.unpack = hooks
         self.ticks: Any = Ticks()
         module = _native() if fast_path.asks_parked else None
@@ -135,9 +135,12 @@ class Staying:
         if self._stays is not None:
             self._stays.on, self._stays.epoch, self._stays.packs = False, epoch, packs
 
-    def begin(self, plan: Plan, *, watched: bool) -> None:
-        """The step goes by `plan`, in every particular; ops are `watched` or not."""
-        stays = self._stays
+    def begin(self, plan: Plan, kinds: Mapping[int, Kind], *, watched: bool) -> None:
+        """The step goes by `plan`, in every particular; ops are `watched` or not.
+
+        `kinds` tells which storages are training state, by their serial numbers.
+        """
+        stays, self._kinds = self._stays, kinds
         if stays is None:
             return
         known = next((item for item in self._known if item[0].moves_as(plan)), None)
@@ -154,6 +157,7 @@ class Staying:
 
     def stop(self) -> None:
         """The step has left its plan: from here on the pool has to know of all that is saved."""
+        self._expected = None
         if self._stays is not None:
             self._stays.on = False
 
@@ -177,23 +181,33 @@ class Staying:
         with torch._C._DisableTorchDispatch():  # the stay's own may lose its memory while autograd has this in hand
             return tensor.detach()
 
-    def show_all(self) -> None:
-        """Show the pool those that it does not know, as if saved before all that it knows."""
+    def show_all(self, *, is_over: bool = False) -> None:
+        """Show the pool those that it does not know, as if saved before all that it knows.
+
+        Once the step `is_over`, aliases of training state, which never leave, are counted where they are.
+        """
         if self._stays is None:
             return
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             for stay in reversed(self._stays.all()):
-                self._show(stay)
+                self._show(stay, is_over=is_over)
 
-    def _show(self, stay: Stay) -> None:
+    def _show(self, stay: Stay, *, is_over: bool) -> None:
         """Show the pool one of them, if it lies where the pool could do something about it."""
         tensor = stay.tensor
         record = self._ledger.see(tensor)
+        is_state = record is not None and record.serial in self._kinds
         if record is None or tensor._version != stay.version or self._pool.is_parked(record):
+            return
+        if is_state and not is_over:
             return
         # Below autograd, where recipes run, another alias would not share the version counter.
         handle = Handle(self._owner, tensor, stay.epoch, stay.number, alias=tensor)
-        handle.enter(self._pool.adopt(tensor, record, is_oldest=True), self._nothing)
+        if is_state:
+            record.aliases += 1
+            handle.record = record
+        else:
+            handle.enter(self._pool.adopt(tensor, record, is_oldest=True), self._nothing)
         stay.give_way(handle)
 
 
@@ -216,7 +230,7 @@ def _expected(plan: Plan) -> tuple[array[int], array[int]]:
     return expected, codes
 
 
-@cache
+@once
 def _native() -> Any:
     """The module in C++; None where there can be none, and the log says why."""
     try:

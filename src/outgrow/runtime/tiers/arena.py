@@ -7,13 +7,12 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from outgrow.runtime.native import Code, built
+from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.tiers.heap import address_space_is_limited
 from outgrow.runtime.tiers.resident import ResidentSet
 
@@ -152,7 +151,7 @@ def is_wanted() -> bool:
     return os.environ.get("OUTGROW_ARENA") != "0" and not address_space_is_limited()
 
 
-@cache
+@once
 def find_arena() -> Arena | None:
     """The process's arena; None where there can be none, and the log says why."""
     if os.environ.get("OUTGROW_ARENA") == "0":
