@@ -90,3 +90,18 @@ def test_workers_feed_the_same_losses_within_60_percent_of_the_plain_peak(
     losses, state, peak = run_child(managed, budget, 2, fetches_inside)
     assert (losses, state) == plain()
     assert peak <= budget
+
+
+def test_the_memory_of_batches_that_come_within_steps_is_let_go(one_thread: None) -> None:
+    """Workers hand over storages, which an op of the step makes tensors of."""
+    model = nn.Linear(1, 1)
+    with outgrow.Session(model, budget=1 << 34) as session:
+        live = []
+        for _ in range(6):
+            with session.step():
+                storage = torch.ones(1 << 18).untyped_storage()
+                batch = torch.empty(0).set_(storage)
+                (model.weight * batch.sum()).backward()
+                del storage, batch
+            live.append(session.live_bytes)
+    assert max(live) < 1 << 20

@@ -135,10 +135,14 @@ def _item_signature(item: Any) -> Hashable:
         return item
     if isinstance(item, list | tuple):
         return _signature(item)
+    if isinstance(item, torch.UntypedStorage):
+        return ("storage", item.nbytes())
+    if isinstance(item, str | torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return item
     # A number changes no sizes, nor does a generator, and both may be others in every step.
     if isinstance(item, float | complex | torch.Generator):
         return type(item).__name__
-    return item if item.__hash__ is not None else repr(item)
+    return (type(item).__name__, id(item))  # whatever holds memory is not held on to
 
 
 def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], extra: int) -> Need:
