@@ -161,8 +161,9 @@ at::Tensor alias_of(const at::Tensor& tensor) {
 
 bool is_plain(const at::Tensor& tensor) {
   return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == c10::kStrided && tensor.has_storage() &&
-         !tensor.key_set().has_any(kWrapped) && !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_quantized() && !tensor.is_inference() &&
-         !tensor._is_zerotensor() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+         !tensor.key_set().has_any(kWrapped) && !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() &&
+         !tensor.is_quantized() && !tensor.is_inference() && !tensor._is_zerotensor() &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
 bool is_parked(const Stays& self, const at::Tensor& tensor) {
