@@ -521,10 +521,14 @@ def data_bytes_around_a_session() -> tuple[int, int]:
 # --- where there is none ---
 
 
-@pytest.mark.parametrize("reason", ["switched off", "no compiler", "a compiler that fails", "no cache"])
+@pytest.mark.parametrize("reason", ["switched off", "no compiler", "a compiler that fails", "no cache", "no home"])
 def test_without_an_arena_training_is_the_same(run_child: RunChild, tmp_path: Path, reason: str) -> None:
     assert run_child(trained_without_arena, reason, str(tmp_path))
     assert not list(tmp_path.rglob("*.so"))
+
+
+def has_no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def trained_without_arena(reason: str, folder: str) -> bool:
@@ -534,8 +538,11 @@ def trained_without_arena(reason: str, folder: str) -> bool:
         "no compiler": {"PATH": folder, "CXX": "none"},
         "a compiler that fails": {"CXX": "false"},
         "no cache": {"XDG_CACHE_HOME": "/dev/null"},
+        "no home": {"XDG_CACHE_HOME": ""},
     }
     os.environ.update({"XDG_CACHE_HOME": folder} | changes[reason])
+    if reason == "no home":
+        Path.home = has_no_home  # type: ignore[method-assign]
 
     def train(budget: str | None) -> tuple[torch.Tensor, bool]:
         torch.manual_seed(0)

@@ -20,6 +20,8 @@ from outgrow.cost.hardware import Hardware
 from outgrow.errors import TraceMismatch
 from outgrow.tracing.ir import Trace
 
+# The file in the cache that has this machine's profile.
+_PROFILE = "machine.json"
 # What stands in where no memory is left to measure in; plans for a measured step reckon with copies alone.
 _TYPICAL_FLOPS = 1e11
 _TYPICAL_BANDWIDTH = 1e10
@@ -178,7 +180,7 @@ def remember(hardware: Hardware) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    return _write(_profile_path(), _machine(), hardware)
+    return _write(_PROFILE, _machine(), hardware)
 
 
 def remember_gpu(hardware: Hardware) -> Path:
@@ -187,10 +189,11 @@ def remember_gpu(hardware: Hardware) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    return _write(_gpu_path(hardware.name), _gpu_machine(), hardware)
+    return _write(_gpu_profile(hardware.name), _gpu_machine(), hardware)
 
 
-def _write(path: Path, machine: Mapping[str, Any], hardware: Hardware) -> Path:
+def _write(name: str, machine: Mapping[str, Any], hardware: Hardware) -> Path:
+    path = cache_folder() / name
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps({"machine": machine, "hardware": hardware.to_document()}, indent=2))
@@ -200,17 +203,17 @@ def _write(path: Path, machine: Mapping[str, Any], hardware: Hardware) -> Path:
 
 def remembered() -> Hardware | None:
     """The profile that was kept for this machine; None if there is none, or if it is another machine's."""
-    return _read(_profile_path(), _machine())
+    return _read(_PROFILE, _machine())
 
 
 def remembered_gpu(device: torch.device) -> Hardware | None:
     """The profile that was kept for this GPU; None if there is none, or if it was in another machine."""
-    return _read(_gpu_path(torch.cuda.get_device_name(device)), _gpu_machine())
+    return _read(_gpu_profile(torch.cuda.get_device_name(device)), _gpu_machine())
 
 
-def _read(path: Path, machine: Mapping[str, Any]) -> Hardware | None:
+def _read(name: str, machine: Mapping[str, Any]) -> Hardware | None:
     try:
-        document: Mapping[str, Any] = json.loads(path.read_text())
+        document: Mapping[str, Any] = json.loads((cache_folder() / name).read_text())
         if document["machine"] != machine:
             return None
         return Hardware.from_document(document["hardware"])
@@ -218,12 +221,9 @@ def _read(path: Path, machine: Mapping[str, Any]) -> Hardware | None:
         return None
 
 
-def _profile_path() -> Path:
-    return cache_folder() / "machine.json"
-
-
-def _gpu_path(name: str) -> Path:
-    return cache_folder() / f"gpu-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
+def _gpu_profile(name: str) -> str:
+    """The file for the profile of a GPU of this name."""
+    return f"gpu-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
 
 
 def _gpu_machine() -> dict[str, Any]:

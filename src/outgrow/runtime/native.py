@@ -74,13 +74,14 @@ def _torch_root() -> Path:
 
 def build_ahead(*codes: Code) -> None:
     """Compile what is not there yet, side by side. What fails, fails again where it is wanted."""
-    missing = [code for code in codes if not code.target.exists()]
-    if len(missing) < 2:
-        return
-    with ThreadPoolExecutor(len(missing)) as pool:
-        for building in [pool.submit(built, code) for code in missing]:
-            with suppress(OSError, subprocess.SubprocessError):
-                building.result()
+    with suppress(OSError, RuntimeError):  # no folder for a cache, no thread
+        missing = [code for code in codes if not code.target.exists()]
+        if len(missing) < 2:
+            return
+        with ThreadPoolExecutor(len(missing)) as pool:
+            for building in [pool.submit(built, code) for code in missing]:
+                with suppress(OSError, subprocess.SubprocessError):
+                    building.result()
 
 
 def built(code: Code) -> Path:
