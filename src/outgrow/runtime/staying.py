@@ -193,12 +193,12 @@ class Staying:
                 self._show(stay, is_over=is_over)
 
     def _show(self, stay: Stay, *, is_over: bool) -> None:
-        """Show the pool one of them, if it lies where the pool could do something about it."""
+        """Show the pool one of them, if it lies where the pool could do something about it; or count it."""
         tensor = stay.tensor
         record = self._ledger.see(tensor)
-        is_state = record is not None and record.serial in self._kinds
         if record is None or tensor._version != stay.version or self._pool.is_parked(record):
             return
+        is_state = record.serial in self._kinds
         if is_state and not is_over:
             return
         # Below autograd, where recipes run, another alias would not share the version counter.
