@@ -109,7 +109,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fakes]:
         return made
 
     def begin(executor: Executor, *args: Any, **options: Any) -> None:
-        executor._changes_threads = True
+        executor._hooks.changes_threads = True
         usual(executor, *args, **options)
 
     usual = Executor.begin
@@ -158,7 +158,7 @@ def test_a_backward_pass_on_another_thread_leaves_nothing_behind(fakes: Callable
 
     def elsewhere(function: Callable[[], object], session: outgrow.Session | None) -> None:
         """Autograd takes the modes of the thread that asks along to its own."""
-        mode = nullcontext() if session is None else Watch(session._executor, session._executor._table)
+        mode = nullcontext() if session is None else Watch(session._executor._runner, session._executor._table)
         failures: list[BaseException] = []
 
         def run() -> None:

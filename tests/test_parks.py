@@ -31,6 +31,7 @@ from outgrow.planning.problem import Problem
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
+from outgrow.tracing.ledger import StorageRecord
 from steps import (
     ParkAll,
     ParkToFit,
@@ -530,10 +531,22 @@ def test_writes_to_what_is_parked_or_leaving(pause: float, late: bool, monkeypat
         time.sleep(pause)
         write(self, slot, address)
 
+    followed: list[StorageRecord] = []
+    settle = Parking._settle_out
+
+    def settled(self: Parking, parked: Any) -> None:
+        settle(self, parked)
+        if parked in self._cancelled:  # the copy goes on
+            assert parked.record.followers > 0, "who writes to it has to wait"
+            followed.append(parked.record)
+
     monkeypatch.setattr(SpillFile, "write", slow)
+    monkeypatch.setattr(Parking, "_settle_out", settled)
     make = supervised(lambda: Looked(None, None), forward)
     ours, _ = train_in_session(make, 4, budget="1GiB", policy=ParkAll(prefetch=not late, speed=1e9))
     assert ours == train_plain(make, 4)
+    assert not any(record.followers for record in followed)
+    assert followed or not pause
 
 
 def test_a_wrong_byte_on_the_disk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

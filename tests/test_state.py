@@ -474,10 +474,12 @@ def spoiling(write: Callable[[torch.Tensor], object]) -> Make:
         def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             inputs[:] = [args[0].detach()]
 
+        scratch: list[torch.Tensor] = []  # written to by the very same op until then, so that it may pass unseen
+
         def spoil(module: nn.Module, before: Any, after: Any) -> None:
-            if next(steps) >= 9:
-                with torch.no_grad():
-                    write(inputs[0])
+            scratch[:] = scratch or [torch.ones_like(inputs[0])]
+            with torch.no_grad():
+                write(inputs[0] if next(steps) >= 9 else scratch[0])
 
         model.wide.register_forward_pre_hook(note)
         model.second.register_full_backward_hook(spoil)
@@ -497,17 +499,18 @@ def test_writes_to_what_a_gradient_is_made_from(write: Callable[[torch.Tensor], 
 
 
 def hooked(from_step: int, act: Callable[[torch.Tensor], object]) -> Make:
-    """From a step on each gradient is given to `act` as soon as it is there."""
+    """From a step on each gradient is given to `act` as soon as it is there; until then something like it."""
 
     def build() -> nn.Module:
         model = Heavy()
         calls = iter(range(10_000))
-        count = len(list(model.parameters()))
+        scratch = [torch.ones_like(parameter) for parameter in model.parameters()]
+        count = len(scratch)
 
         def hook(parameter: torch.Tensor) -> None:
-            if next(calls) >= from_step * count:
-                assert parameter.grad is not None
-                act(parameter.grad)
+            assert parameter.grad is not None
+            others = (item for item in scratch if item.shape == parameter.shape)
+            act(parameter.grad if next(calls) >= from_step * count else next(others))
 
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(hook)

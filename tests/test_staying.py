@@ -23,6 +23,8 @@ import outgrow
 from outgrow.runtime import staying
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.hooks import Hooks
+from outgrow.runtime.runner import Runner
 from outgrow.runtime.staying import Staying
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.tracing.ir import Event
@@ -54,22 +56,22 @@ def has_native_hooks() -> None:
 def in_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many packs and unpacks came to Python in each step so far."""
     found: list[int] = []
-    begin, pack, unpack = Executor.begin, Executor._pack, Executor.unpack
+    begin, pack, unpack = Executor.begin, Hooks._pack, Hooks.unpack
 
     def begun(self: Executor, *args: Any, **options: Any) -> None:
         found.append(0)
         begin(self, *args, **options)
 
-    def counted(hook: Callable[[Executor, Any], Any]) -> Callable[[Executor, Any], Any]:
-        def count(self: Executor, item: Any) -> Any:
+    def counted(hook: Callable[[Hooks, Any], Any]) -> Callable[[Hooks, Any], Any]:
+        def count(self: Hooks, item: Any) -> Any:
             found[-1] += 1
             return hook(self, item)
 
         return count
 
     monkeypatch.setattr(Executor, "begin", begun)
-    monkeypatch.setattr(Executor, "_pack", counted(pack))
-    monkeypatch.setattr(Executor, "unpack", counted(unpack))
+    monkeypatch.setattr(Hooks, "_pack", counted(pack))
+    monkeypatch.setattr(Hooks, "unpack", counted(unpack))
     return found
 
 
@@ -206,18 +208,21 @@ def test_whenever_that_is_results_are_the_same(
     """While an op runs, between what an unpack gives and its use, or while something is made anew."""
     coins = Random(0)
 
-    def before(name: str) -> None:
-        act = getattr(Executor, name)
+    def before(part: type, name: str) -> None:
+        act = getattr(part, name)
 
-        def acted(self: Executor, *args: Any, **options: Any) -> Any:
+        def acted(self: Any, *args: Any, **options: Any) -> Any:
+            hooks: Hooks = self if isinstance(self, Hooks) else self._hooks
             if coins.random() < often:
-                self._staying.show_all()
+                hooks.staying.show_all()
             return act(self, *args, **options)
 
-        monkeypatch.setattr(Executor, name, acted)
+        monkeypatch.setattr(part, name, acted)
 
-    for name in ("run", "_run_inside", "pass_view", "pass_detached", "_pack", "unpack", "released"):
-        before(name)
+    for name in ("run", "run_inside", "pass_view", "pass_detached"):
+        before(Runner, name)
+    for name in ("_pack", "unpack", "released"):
+        before(Hooks, name)
     trained_as_plain(net, share, policy)
     assert shown or policy == "checkpoint"  # which moves, or makes others from, all that could leave
 
@@ -433,13 +438,13 @@ def test_no_compiler_looks_at_code_of_ours(monkeypatch: pytest.MonkeyPatch) -> N
     """A function that is compiled by itself runs compiled where no op is watched."""
     compiled = torch.compile(lambda x: torch.tanh(x) * torch.sigmoid(x), backend="aot_eager")
     looks: list[bool] = []
-    look = Executor._look
+    look = Hooks._look
 
-    def looked(self: Executor) -> None:
+    def looked(self: Hooks) -> None:
         looks.append(bool(get_eval_frame_callback()))
         look(self)
 
-    monkeypatch.setattr(Executor, "_look", looked)
+    monkeypatch.setattr(Hooks, "_look", looked)
     model = nn.Linear(64, 64)
     with outgrow.Session(model, budget=1 << 30) as session:
         for _ in range(6):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -53,16 +53,6 @@ class _Visit:
     rise: list[int | None] = field(default_factory=list)  # what the probe saw
 
 
-class Host(Protocol):
-    """The step in which compiled code runs."""
-
-    def come_here(self) -> None:
-        """The step goes on on the calling thread."""
-
-    def came_to(self, live_bytes: int) -> None:
-        """There are, or were, so many live bytes."""
-
-
 class CompiledCode:
     """Runs the compiled modules of a session's models."""
 
@@ -75,8 +65,10 @@ class CompiledCode:
         convolutions: Convolutions,
         room: Room,
         interrupts: Interrupts,
-        host: Host,
+        come_here: Callable[[], None],
+        came_to: Callable[[int], None],
     ) -> None:
+        """`come_here` has the step go on on the calling thread; `came_to` is told of live bytes."""
         self._modules = modules
         self._ledger = ledger
         self._memory = memory
@@ -84,7 +76,8 @@ class CompiledCode:
         self._convolutions = convolutions
         self._room = room
         self._interrupts = interrupts
-        self._host = host
+        self._come_here = come_here
+        self._came_to = came_to
         self._rises: dict[Hashable, int] = {}
         self._guesses: dict[Hashable, int] = {}  # of code that is like such as was seen
         self._wants: dict[Hashable, int] = {}  # what came back for it
@@ -207,7 +200,7 @@ class CompiledCode:
             need = Need(0, self._room.budget_bytes, measured=False)
         else:
             need = Need(0, guess, measured=False)
-        self._host.come_here()
+        self._come_here()
         self._room.where = COMPILED.name
         self._room.prepare(need, COMPILED.name)
         self._fast.number += 1
@@ -262,7 +255,7 @@ class CompiledCode:
         self._note(visit, inputs, outputs)
         self._memory.count(self._room.budget_bytes)
         highest = max(visit.highest_bytes, self._ledger.live_bytes)
-        self._host.came_to(highest)
+        self._came_to(highest)
         if visit.is_new and is_sure:  # measured at first sight, when all had left that can
             self._room.check(highest, COMPILED.name)
 

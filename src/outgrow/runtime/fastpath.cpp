@@ -59,7 +59,6 @@ struct State {
   int64_t length;          // of `needs` and `expected`
   int64_t bell;            // somebody wants Python to see the next op, as memory is free by now
   int64_t level;           // bytes that the step comes to at its most: below, that memory may as well wait
-  int64_t writes;          // whether ops that write may pass: nothing is made anew from what they change
   int64_t open;            // whether the allocator refuses nothing that fits the budget
   int64_t modes;           // how many dispatch modes there are, ours with them
   int64_t budget;          // bytes
@@ -84,9 +83,9 @@ std::atomic<State*> state_of_gpu{nullptr};
 
 std::mutex looking;  // at what follows: two sessions may train on two threads
 
-// Storages that saved values lie in: a write to those is never let pass, as copies of them must be told. With how many
-// say so, since one may have come to lie where another lay.
-std::unordered_map<const void*, int64_t> saved;
+// Storages to which a write is never let pass, as somebody has to know of each: saved values lie in them, or recipes read
+// them. With how many say so, since one may have come to lie where another lay.
+std::unordered_map<const void*, int64_t> followed;
 
 // Storages whose bytes are away, on their way, or back ahead of their use: who looks at one has to be told to wait. Also
 // with how many say so: one that has ended may be found to have only once another lies where it lay, and is parked too.
@@ -250,15 +249,14 @@ void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t lo
   now.expected[first] = Expected{&op.schema(), look, ops, rise, gated, written};
 }
 
-// Whether an op writes to nothing that was saved.
-bool writes_safely(const State& now, const Expected& next, const torch::jit::Stack& stack, size_t count) {
+// Whether an op writes to nothing that anybody follows.
+bool writes_safely(const Expected& next, const torch::jit::Stack& stack, size_t count) {
   if (next.written == 0) return true;
-  if (!now.writes) return false;
   const std::lock_guard guard(looking);
   for (size_t i = 0; i < count; ++i) {
     if ((next.written >> i & 1) == 0) continue;
     const c10::IValue& item = stack[stack.size() - count + i];
-    if (!item.isTensor() || saved.count(item.toTensor().storage().unsafeGetStorageImpl())) return false;
+    if (!item.isTensor() || followed.count(item.toTensor().storage().unsafeGetStorageImpl())) return false;
   }
   return true;
 }
@@ -314,7 +312,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   }
   const Expected& next = now->expected[first];
   if (next.op == &op.schema() && next.look == look_of(keys, *stack, count) && all_there(*stack, count) &&
-      writes_safely(*now, next, *stack, count) && fits(*now, next) && passes(*now, op, keys, stack, count)) {
+      writes_safely(next, *stack, count) && fits(*now, next) && passes(*now, op, keys, stack, count)) {
     now->number += next.ops;
     now->passed += next.ops;
     return;
@@ -355,8 +353,8 @@ void outgrow_fastpath_leave(State* now) {
 int64_t outgrow_fastpath_allocated(int device) { return allocated_bytes(device); }
 int64_t outgrow_fastpath_reserved(int device) { return stats_of(device).reserved_bytes[kAll].current; }
 
-// A saved value lies in this storage from now on, or no longer.
-void outgrow_fastpath_saved(const void* storage, int is_there) { note(saved, storage, is_there); }
+// Somebody has to know of each write to this storage from now on, or nobody has to any more.
+void outgrow_fastpath_followed(const void* storage, int is_followed) { note(followed, storage, is_followed); }
 
 // The bytes of this storage are not to be looked at from now on, or are again.
 void outgrow_fastpath_parked(const void* storage, int is_parked) { note(parked, storage, is_parked); }

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,6 @@ class _State(ctypes.Structure):
         ("length", ctypes.c_int64),
         ("bell", ctypes.c_int64),
         ("level", ctypes.c_int64),
-        ("writes", ctypes.c_int64),
         ("open", ctypes.c_int64),
         ("modes", ctypes.c_int64),
         ("budget", ctypes.c_int64),
@@ -131,6 +131,7 @@ class FastPath:
         self._library = None if arena is None and gpu is None else _library()
         if self._library is None:
             return
+        ledger.on_follow = partial(_follow, self._library)
         if gpu is not None:
             self._state.device = gpu.index or 0
             self._count = ledger.count = AllocatorCount(self._library, self._state.device, ledger.booked)
@@ -230,8 +231,8 @@ class FastPath:
     def needs_no_care(self, number: int, rise_bytes: int, *, writes: bool = False, gated: bool = False) -> None:
         """An op has run that needs no care, and adds so much at its worst moment.
 
-        Nothing is made anew from it; and if it `writes`, then to nothing that was saved. A `gated` one passes only
-        where the allocator refuses nothing.
+        Nothing is made anew from it; and if it `writes`, then to nothing that anybody follows. A `gated` one passes
+        only where the allocator refuses nothing.
         """
         if self._lesson is not None and number < len(self._lesson.needs):
             kept = rise_bytes | _GATED if gated else rise_bytes
@@ -249,24 +250,10 @@ class FastPath:
         if self.learns:
             self.needs_no_care(number, 0)
 
-    def saved(self, record: StorageRecord, *, is_there: bool) -> None:
-        """A saved value lies in this storage from now on, or no longer: who writes to it needs care."""
-        if self._library is not None:
-            self._library.outgrow_fastpath_saved(record.address, is_there)
-
     def parked(self, record: StorageRecord, *, is_parked: bool) -> None:
         """The bytes of this storage may be away from now on, or are there for good: who looks at it needs care."""
         if self._library is not None:
             self._library.outgrow_fastpath_parked(record.address, is_parked)
-
-    @property
-    def passes_writes(self) -> bool:
-        """Whether ops that write may pass: nothing is, or will be, made anew from what they change."""
-        return bool(self._state.writes)
-
-    @passes_writes.setter
-    def passes_writes(self, passes: bool) -> None:
-        self._state.writes = passes
 
     @property
     def asks_parked(self) -> int:
@@ -319,6 +306,11 @@ class FastPath:
             self._library = None
 
 
+def _follow(library: ctypes.CDLL, record: StorageRecord) -> None:
+    """Who writes to this storage needs care from now on, or no longer."""
+    library.outgrow_fastpath_followed(record.address, record.followers > 0)
+
+
 @once
 def _library() -> ctypes.CDLL | None:
     """The native half; None where there can be none, and the log says why."""
@@ -335,8 +327,8 @@ def _library() -> ctypes.CDLL | None:
     for function in (library.outgrow_fastpath_allocated, library.outgrow_fastpath_reserved):
         function.argtypes = (ctypes.c_int,)
         function.restype = ctypes.c_int64
-    library.outgrow_fastpath_saved.argtypes = (ctypes.c_void_p, ctypes.c_int)
-    library.outgrow_fastpath_saved.restype = None
+    library.outgrow_fastpath_followed.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    library.outgrow_fastpath_followed.restype = None
     library.outgrow_fastpath_parked.argtypes = (ctypes.c_void_p, ctypes.c_int)
     library.outgrow_fastpath_parked.restype = None
     try:

@@ -411,6 +411,7 @@ class Parking:
         if parked.remake is not None:
             parked.remake.let_go()
         self._cancelled.append(parked)
+        self._ledger.follow(parked.record)
         self._forget_cancelled()
 
     def _forget_cancelled(self) -> None:
@@ -420,6 +421,7 @@ class Parking:
                 under_way.append(item)
             else:
                 self._pool.release(item.slot)
+                self._ledger.unfollow(item.record)
         self._cancelled = under_way
 
     def _start_back(self, parked: _Parked, *, may_evict: bool, run: RunOp | None = None) -> None:

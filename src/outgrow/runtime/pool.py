@@ -64,7 +64,7 @@ class Pool:
         parked: who parks storages; set once.
         unknown: who knows more saved values; set once.
         aim_bytes: what the cache keeps live bytes under where it can: the budget, or somewhat less.
-        fast_path: who is told where saved values lie, and which storages are parked.
+        fast_path: who is told which storages are parked.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class Pool:
     ) -> None:
         """`places` is the next tier, `copies` leads there, and `memory` is the device's own.
 
-        `fast_path` is told where saved values lie, and those that are parked. `interrupts` are let in where the pool
-        waits for copies.
+        `fast_path` is told which storages are parked. `interrupts` are let in where the pool waits for copies.
         """
         self._interrupts = interrupts or Interrupts()
         self.fast_path = fast_path or FastPath(ledger, budget_bytes, None)
@@ -165,6 +164,8 @@ class Pool:
         """Let go of a value that `recipe` makes anew. What the recipe starts from stays until then."""
         for source in recipe.sources.values():
             source.handles += 1
+        for record in recipe.states:
+            self._ledger.follow(record)
         entry.recipe, entry.replay = recipe, replay
         self.dropped.add(entry)
         self._let_go(entry)
@@ -300,7 +301,11 @@ class Pool:
         """Take the recipe off an entry; its sources are wanted once less."""
         recipe, entry.recipe = entry.recipe, None
         self.dropped.discard(entry)
-        return [] if recipe is None else list(recipe.sources.values())
+        if recipe is None:
+            return []
+        for record in recipe.states:
+            self._ledger.unfollow(record)
+        return list(recipe.sources.values())
 
     def make_way(self, spill_bytes: int) -> bool:
         """Whether a plan may now put its values into the first `spill_bytes` of the next tier.
@@ -562,7 +567,7 @@ class Pool:
         """Note where a value lies."""
         there = self._at.setdefault(entry.record.serial, [])
         if not there:
-            self.fast_path.saved(entry.record, is_there=True)
+            self._ledger.follow(entry.record)
         there.append(entry)
 
     def _forget_place(self, entry: Entry) -> None:
@@ -573,7 +578,7 @@ class Pool:
             there.remove(entry)
         if not there:
             del self._at[entry.record.serial]
-            self.fast_path.saved(entry.record, is_there=False)
+            self._ledger.unfollow(entry.record)
 
     def _may_leave(self, entry: Entry) -> bool:
         return (
@@ -631,8 +636,10 @@ class Pool:
             self._abandoned.clear()
             self._recent.clear()
             for there in self._at.values():
-                self.fast_path.saved(there[0].record, is_there=False)
+                self._ledger.unfollow(there[0].record)
             self._at.clear()
+            for entry in list(self.dropped):  # could not be made anew
+                self._sources_left(entry)
             self._places.close()
         if failure is not None:
             raise failure

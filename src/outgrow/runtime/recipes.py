@@ -20,7 +20,7 @@ from outgrow.runtime.entry import Entry
 from outgrow.runtime.settings import Settings, settings, under
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, outputs_of, written_tensors
+from outgrow.tracing.ops import OpFacts, outputs_of, tensors_in, written_tensors
 
 Contents = tuple[int, int]  # serial number of a storage, and how many writes it had seen
 
@@ -60,11 +60,6 @@ class State:
         """Whether nobody has written to it since."""
         # The alias does not tell: made below autograd, it has versions of its own.
         return not self.is_read or self.record.writes == self.writes
-
-    @property
-    def serial(self) -> int:
-        """The number of its storage."""
-        return self.record.serial
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +103,15 @@ class OtherOutputs(TraceMismatch):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Calls that make `target`, in order, and the entries that they start from.
+    """Calls that make `target`, in order, the entries that they start from, and the training state that they read.
 
-    `leaves` are the serial numbers of the storages that must not be written to before the recipe is used.
+    `leaves` are the serial numbers of all those storages, which must not be written to before the recipe is used.
     """
 
     target: Contents
     calls: tuple[Call, ...]
     sources: Mapping[Contents, Entry]
+    states: tuple[StorageRecord, ...]
     leaves: frozenset[int]
 
     def states_are_as_they_were(self) -> bool:
@@ -131,12 +127,16 @@ class Cookbook:
         self._kinds = kinds
         self._made_by: dict[Contents, Call] = {}
         self._aliased: list[StorageRecord] = []
+        self._followed: dict[int, StorageRecord] = {}
 
     def close(self) -> None:
         """The step is over: its calls are nobody's any more, but those of recipes that are still wanted."""
         for record in self._aliased:
             record.aliases -= 1
+        for record in self._followed.values():
+            self._ledger.unfollow(record)
         self._aliased.clear()
+        self._followed.clear()
         self._made_by.clear()
 
     def take_down(
@@ -192,6 +192,12 @@ class Cookbook:
             if contents is not None and contents[0] not in self._kinds
         ]
         self._made_by.update(dict.fromkeys(targets, call))
+        # Its contents are named by how often storages were written to: that has to be known of all of them.
+        for tensor in (*tensors_in(args, kwargs), *outputs_of(result)):
+            record = self._ledger.see(tensor)
+            if record is not None and record.serial not in self._followed:
+                self._followed[record.serial] = record
+                self._ledger.follow(record)
         for state in states if targets else ():
             record = self._ledger.see(state.alias)
             assert record is not None, "it was seen when the call was taken down"
@@ -249,8 +255,9 @@ class Cookbook:
 
         if not ask(target):
             return None
-        states = {state.serial for call in order for state in call.states if state.is_read}
-        return Recipe(target, tuple(order), sources, frozenset(states | {serial for serial, _ in sources}))
+        states = {state.record.serial: state.record for call in order for state in call.states if state.is_read}
+        leaves = frozenset((*states, *(serial for serial, _ in sources)))
+        return Recipe(target, tuple(order), sources, tuple(states.values()), leaves)
 
 
 class _NoWindow(Exception):

@@ -38,8 +38,11 @@ class Remake:
             record.aliases += 1
         made = ledger.see(result)
         # Not held: a hold on the gradient's storage is not what this is for.
+        self._ledger = ledger
         self._watched = [*self._records, *(() if made is None else (made,))]
         self._writes = [record.writes for record in self._watched]
+        for record in self._watched:
+            ledger.follow(record)
 
     @property
     def sources(self) -> Sequence[torch.Tensor]:
@@ -65,7 +68,9 @@ class Remake:
         """Let go of what the op read."""
         for record in self._records:
             record.aliases -= 1
-        self._sources, self._records = [], []
+        for record in self._watched:
+            self._ledger.unfollow(record)
+        self._sources, self._records, self._watched = [], [], []
 
 
 def can_remake(func: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> bool:

@@ -29,7 +29,7 @@ class Count(Protocol):
 class StorageRecord:
     """One storage that was seen, for as long as it lives."""
 
-    __slots__ = ("address", "aliases", "booked", "nbytes", "ref", "serial", "writes")
+    __slots__ = ("address", "aliases", "booked", "followers", "nbytes", "ref", "serial", "writes")
 
     def __init__(self, serial: int, address: int, nbytes: int) -> None:
         self.serial = serial
@@ -37,7 +37,8 @@ class StorageRecord:
         self.nbytes = nbytes
         self.booked = 0  # bytes of it that the ledger counts itself
         self.aliases = 0  # tensors of ours on this storage
-        self.writes = 0  # ops that were seen to write to it
+        self.writes = 0  # ops that were seen to write to it: all, while it has `followers`
+        self.followers = 0
         self.ref: _StorageRef | None = None
 
     def storage(self) -> torch.UntypedStorage | None:
@@ -65,6 +66,7 @@ class Ledger:
         unseen_bytes: what an allocator said it had given out beyond those, when it was asked last; 0 if it never was.
         hidden_bytes: bytes of storages that are known to be alive, and that no op was given so far.
         on_death: called with the record of each storage that goes; None for nobody.
+        on_follow: called with a record that has got its first follower, or lost its last one; None for nobody.
     """
 
     def __init__(self, device_type: str, index: int | None = None) -> None:
@@ -76,6 +78,7 @@ class Ledger:
         self.unseen_bytes = 0
         self.hidden_bytes = 0
         self.on_death: Callable[[StorageRecord], None] | None = None
+        self.on_follow: Callable[[StorageRecord], None] | None = None
         self._records: dict[int, StorageRecord] = {}
         self._serial = 0
         self._thread = threading.get_ident()
@@ -123,6 +126,18 @@ class Ledger:
                 shown = min(record.nbytes, self.hidden_bytes)
                 self.hidden_bytes -= shown
                 self.booked.value -= shown
+
+    def follow(self, record: StorageRecord) -> None:
+        """Somebody has to know of each write to a storage from here on: it gets one more follower."""
+        record.followers += 1
+        if record.followers == 1 and self.on_follow is not None:
+            self.on_follow(record)
+
+    def unfollow(self, record: StorageRecord) -> None:
+        """One of them no longer has to."""
+        record.followers -= 1
+        if record.followers == 0 and self.on_follow is not None:
+            self.on_follow(record)
 
     def work_here(self) -> None:
         """From now on the calling thread is the training's."""

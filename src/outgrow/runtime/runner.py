@@ -1,0 +1,240 @@
+"""Runs the ops of a live step: room is made for each before it runs, and what comes of it is booked."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from outgrow.runtime.calls import Calls
+from outgrow.runtime.care import NOTHING, Need, OpNeeds
+from outgrow.runtime.compiled import CompiledCode
+from outgrow.runtime.convolutions import Convolutions
+from outgrow.runtime.current import CurrentStep
+from outgrow.runtime.demand import Demand
+from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.hooks import Hooks
+from outgrow.runtime.interrupts import Interrupts
+from outgrow.runtime.parking import Parking
+from outgrow.runtime.pool import Pool
+from outgrow.runtime.recompute import Recomputer
+from outgrow.runtime.reuse import Reuser
+from outgrow.runtime.room import Room
+from outgrow.tracing.ledger import Ledger, StorageRecord
+from outgrow.tracing.ops import OpFacts, OpTable, is_opaque, outputs_of, tensors_in, written_tensors
+from outgrow.tracing.recorder import accumulates_gradient
+
+
+class Runner:
+    """Runs the program's ops, as the dispatch mode shows them (`watch.py`), and our own."""
+
+    def __init__(
+        self,
+        current: CurrentStep,
+        ledger: Ledger,
+        pool: Pool,
+        room: Room,
+        fast_path: FastPath,
+        table: OpTable,
+        calls: Calls,
+        convolutions: Convolutions,
+        recomputer: Recomputer,
+        reuser: Reuser,
+        parking: Parking,
+        demand: Demand,
+        compiled: CompiledCode,
+        hooks: Hooks,
+        interrupts: Interrupts,
+    ) -> None:
+        """`calls` runs an op where memory may run out inside it. `interrupts` wait until ops are booked."""
+        self._current = current
+        self._ledger = ledger
+        self._pool = pool
+        self._room = room
+        self._fast = fast_path
+        self._table = table
+        self._calls = calls
+        self._convolutions = convolutions
+        self._recomputer = recomputer
+        self._reuser = reuser
+        self._parking = parking
+        self._demand = demand
+        self._compiled = compiled
+        self._hooks = hooks
+        self._interrupts = interrupts
+        self._needs = OpNeeds(
+            ledger.device_type,
+            searched_convolutions=convolutions.searches,
+            open_convolutions=convolutions.take_what_is_free,
+        )
+
+    # --- the program's ---
+
+    def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op inside the pool's care."""
+        if self._interrupts.waiting:
+            self._interrupts.check()
+        if self._hooks.changes_threads:
+            self._hooks.come_here()
+        self._hooks.catch_up()
+        current, fast = self._current, self._fast
+        recording = current.recording
+        if recording is not None:
+            recording.reach()
+        # Before anything of ours holds the arguments: it counts who refers to them.
+        number = fast.number
+        is_free = self._reuser.on and self._reuser.may_write_over(number, facts.name, args)
+        inputs = tensors_in(args, kwargs)
+        ledger, parking, recomputer = self._ledger, self._parking, self._recomputer
+        see, known = ledger.see, ledger.newest
+        for tensor in inputs:
+            see(tensor)
+        if ledger.hidden_bytes and ledger.newest > known and _is_of_reducer():
+            ledger.show_hidden(known)
+        self._room.where = facts.name
+        if self._demand.on:
+            self._demand.before(facts, inputs)
+        if parking.busy:
+            parking.touch(inputs)
+            if facts.writes:
+                for tensor in written_tensors(facts, args, kwargs):
+                    changed = see(tensor)
+                    if changed is not None:
+                        parking.before_change(changed)
+        contents = recomputer.contents_before(number, facts, args, kwargs, inputs) if recomputer.on else None
+        newest = ledger.newest
+        fast.number = number + 1
+        signature, need = self._needs.before(func, facts, args, kwargs)
+        is_free = is_free and contents is None
+        # A recorded step runs the plain ops: their trace is that of the plain step.
+        reuses = is_free and recording is None and self._reuser.is_proved(signature)
+        if reuses:
+            need = NOTHING
+        self._room.prepare(need, facts.name)
+        written: list[StorageRecord] = []
+        if facts.writes or is_free:
+            places = written_tensors(facts, args, kwargs) if facts.writes else args[:1]
+            records = (see(tensor) for tensor in places)
+            written = [record for record in records if record is not None]
+            recomputer.before_write(written)
+            for record in written:
+                if parking.busy:
+                    parking.before_write(record)
+                self._pool.written(record)
+        before = ledger.live_bytes
+        if recording is not None:
+            recording.begin(is_timed=not facts.is_view)
+        if reuses:
+            result, rise = self._reuser.write_over(func, args, kwargs), 0
+        else:
+            result, measured = self._calls.call(func, facts, args, kwargs, need)
+            rise = self._rise_of(signature, need, measured)
+            if recording is not None:
+                recording.begin_anew(self._convolutions.settled(facts))
+            if measured is not None and self._calls.wants_gate(facts):  # a library was given what it wanted
+                self._room.check(before + rise, facts.name)
+        if recording is not None:
+            recording.end()
+        if is_free and not reuses:
+            self._reuser.prove(signature, func, args, kwargs, result)
+        outputs = outputs_of(result)
+        for tensor in outputs:
+            see(tensor)
+        if parking.on:
+            parking.ran(number, func, facts, args, inputs, written, outputs, newest)
+        if self._demand.on:
+            self._demand.ran(facts, inputs, written, outputs, newest)
+        for record in written:
+            record.writes += 1
+        if contents is not None:
+            recomputer.take_down(func, facts, args, kwargs, contents, result)
+        elif (
+            fast.learns
+            and need.measured
+            and not (is_free or parking.looks_out_for(number) or self._wants_care(facts, inputs, outputs))
+        ):
+            self._let_pass(number, facts, rise, written)
+        current.came_to(max(before + rise, ledger.live_bytes))
+        if recording is not None:
+            recording.tell(func, facts, args, kwargs, inputs, outputs, result, rise_bytes=rise)
+        return result
+
+    def _wants_care(self, facts: OpFacts, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether ops like this one are never let past the mode."""
+        is_special = facts.draws or facts.over_lists or facts.sized_by_floats or self._convolutions.seen(facts)
+        return is_special or any(map(is_opaque, (*inputs, *outputs)))
+
+    def _let_pass(self, number: int, facts: OpFacts, rise_bytes: int, written: Sequence[StorageRecord]) -> None:
+        """Op `number` may pass from the next step on, if it writes to nothing that matters."""
+        fast = self._fast
+        if not facts.writes:
+            fast.needs_no_care(number, rise_bytes, gated=self._calls.wants_gate(facts))
+        elif not any(record.followers for record in written):
+            fast.needs_no_care(number, rise_bytes, writes=True)
+
+    def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A view will be made: an op of the trace, which needs no care."""
+        self._fast.pass_view()
+        if self._parking.busy:  # bounds are checked against the storage
+            self._parking.touch(tensors_in(args, kwargs))
+
+    def pass_detached(self) -> bool:
+        """The same for `detach`, which looks at nothing, if nobody wants to see it."""
+        if self._compiled.is_inside:
+            return True
+        if self._current.recording is not None or self.parks:
+            return False
+        self._fast.pass_view()
+        return True
+
+    @property
+    def is_inside_compiled(self) -> bool:
+        """Whether what runs now is compiled code, whose ops are not the step's."""
+        return self._compiled.is_inside
+
+    @property
+    def parks(self) -> bool:
+        """Whether Python functions are watched, ours too if nobody looks away."""
+        return self._parking.on or self._parking.busy
+
+    @property
+    def records(self) -> bool:
+        """Whether a recorder wants to see every op, views too."""
+        return self._current.recording is not None
+
+    # --- ours ---
+
+    def run_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op of ours inside the pool's care."""
+        facts = self._table[func]
+        signature, need = self._needs.before(func, facts, args, kwargs)
+        self._room.prepare(need, facts.name)
+        before = self._ledger.live_bytes
+        result, rise = self._calls.call(func, facts, args, kwargs, need)
+        rise = self._rise_of(signature, need, rise)
+        for tensor in outputs_of(result):
+            self._ledger.see(tensor)
+        self._current.came_to(max(before + rise, self._ledger.live_bytes))
+        return result
+
+    def _rise_of(self, signature: Hashable, need: Need, measured: int | None) -> int:
+        """How far an op that has run lifted live bytes; remembered where it was measured."""
+        if measured is None:
+            if not need.seen:
+                self._needs.ran(signature)
+            self._current.is_blind = self._current.is_blind or not need.measured
+            return need.likely_bytes
+        if self._needs.measured(signature, measured):
+            self._fast.was_measured()
+        return measured
+
+
+def _is_of_reducer() -> bool:
+    """Whether memory that an op is given here, and that nobody saw being made, is where gradients are collected.
+
+    `DistributedDataParallel` collects them in hooks of the nodes that add to them, or at the end of the pass.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return accumulates_gradient() or torch._C._current_autograd_node() is None
