@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outgrow.planning.plan import Plan
@@ -18,6 +19,8 @@ _MOST_RECORDINGS = 4
 _RECORDINGS_AFTER_DEPARTURE = 8
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
 _MOST_KINDS = 32
+# Situations after which it is remembered what came; more than that have no pattern.
+_MOST_SITUATIONS = 1 << 12
 
 
 @dataclass
@@ -75,6 +78,41 @@ class StepKind:
             self.steady = False
 
 
+class Turns:
+    """How kinds of step take turns: what comes next is what came last time that it was so.
+
+    So it is when as many steps of this kind have come in a row, after as many of the kind before; or, if that is new,
+    when as many of this kind have come. That foretells the steps of two networks that are trained in turn, one to one
+    or five to one, and the smaller last batch of each epoch from the second one on.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] = (0, 0)  # a kind, and how many of its steps came in a row
+        self._now: tuple[int, int] = (0, 0)
+        self._followed_by: dict[tuple[int, ...], StepKind] = {}
+
+    def came(self, kind: StepKind | None) -> None:
+        """A step is over; None: nobody knows its kind."""
+        if kind is not None:
+            if len(self._followed_by) >= _MOST_SITUATIONS:
+                self._followed_by.clear()
+            self._followed_by.update(dict.fromkeys(self._situations(), kind))
+        name, (latest, count) = id(kind), self._now
+        if name == latest:
+            self._now = (name, count + 1)
+        else:
+            self._last, self._now = self._now, (name, 1)
+
+    @property
+    def next(self) -> StepKind | None:
+        """The kind of the next step; None where it was never like this before."""
+        found = (self._followed_by.get(situation) for situation in self._situations())
+        return next((kind for kind in found if kind is not None), None)
+
+    def _situations(self) -> tuple[tuple[int, ...], ...]:
+        return (*self._last, *self._now), self._now
+
+
 class Kinds:
     """All of them, the latest first.
 
@@ -82,13 +120,18 @@ class Kinds:
         expected: what the step that is open, or the next one, is thought to be; None before anything is known.
         steps: how many ended without an error.
         syncs: whether that step exchanges gradients (`StepKind.syncs`).
+        has_turned: that step was thought to be of another kind when it began.
     """
 
-    def __init__(self, syncs: tuple[bool, ...]) -> None:
+    def __init__(self, syncs: tuple[bool, ...], make_way: Callable[[int], bool]) -> None:
+        """`make_way` says whether a plan may have so many bytes of the next tier."""
+        self._make_way = make_way
+        self.has_turned = False
         self.expected: StepKind | None = None
         self.steps = 0
         self._all: list[StepKind] = []
         self.syncs = syncs
+        self._turns = Turns()
         self._recordings_left = 1
         self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
 
@@ -104,6 +147,7 @@ class Kinds:
     def begin(self, syncs: tuple[bool, ...]) -> StepKind | None:
         """A step begins: what it is thought to be."""
         self.syncs = syncs
+        self.has_turned = False
         if self.expected is not None and self.expected.syncs != syncs:
             self.expected = max(self._such(), key=lambda item: item.seen, default=None)
         return self.expected
@@ -118,6 +162,19 @@ class Kinds:
     def known(self, packs: tuple[int, ...]) -> StepKind | None:
         """The kind of a step by what it saved, if it was met before."""
         return next((kind for kind in self._such() if kind.packs == packs), None)
+
+    def find(self, packs: Sequence[int]) -> StepKind | None:
+        """Another kind than is expected, the most frequent whose steps begin by saving this."""
+        start = tuple(packs)
+        others = (kind for kind in self._such() if kind is not self.expected and kind.packs[: len(start)] == start)
+        return max(others, key=lambda kind: kind.seen, default=None)
+
+    def turn_to(self, kind: StepKind) -> bool:
+        """The step that is open proves to be of this kind. False, if its plan may not be followed."""
+        if kind.plan.spill_bytes and not self._make_way(kind.plan.spill_bytes):
+            return False
+        self.expected, self.has_turned = kind, True
+        return True
 
     def count(self) -> None:
         """A step ended without an error."""
@@ -144,10 +201,19 @@ class Kinds:
 
     def seen(self, packs: tuple[int, ...], followed: StepKind | None) -> None:
         """A step that saved this is over; it was thought to be of the kind `followed`."""
+        known = self.known(packs)
         if self.expected is not None:
-            (self.known(packs) or self.expected).seen += 1
+            (known or self.expected).seen += 1
         if followed is not None and self.expected is not None and followed.seen > self.expected.seen:
-            self.expected = followed  # a smaller last batch: what comes most is what comes next
+            self.expected = followed  # what comes most is what comes next
+        self._turns.came(known)
+        following = self._turns.next
+        if any(kind is following for kind in self._all):
+            self.expected = following
+
+    def refused(self) -> None:
+        """There was no room for a step that nobody recorded, and that was not what was expected: record the next."""
+        self._recordings_left = max(self._recordings_left, 1)
 
     def _such(self) -> list[StepKind]:
         """The kinds whose steps exchange gradients as this one does."""

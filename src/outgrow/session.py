@@ -178,6 +178,7 @@ class Session:
             backend.fast_path,
             self._interrupts,
         )
+        self._kinds = Kinds(self._wrappers.syncs(), self._pool.make_way)
         compiled = compiled_modules(self._models)
         self._executor = Executor(
             self._ledger,
@@ -188,6 +189,7 @@ class Session:
             least_moved_bytes,
             self._too_small,
             self._gradients,
+            self._kinds,
             backend.clock,
             convolutions,
             backend.fast_path,
@@ -195,7 +197,6 @@ class Session:
             self._interrupts,
         )
         self._hardware: Hardware | None = None
-        self._kinds = Kinds(self._wrappers.syncs())
         if plan is not None and compiled and (plan.parks or plan.reuses):
             _LOG.info("the plan is for the model as it was before it was compiled: the first step is recorded")
         elif plan is not None:
@@ -395,10 +396,13 @@ class Session:
         if error is not None:
             if outcome.failure is not None:
                 error.add_note(str(outcome.failure))
+            if isinstance(error, BudgetTooSmall) and not outcome.followed:
+                self._kinds.refused()
             return
         if outcome.failure is not None:
             raise outcome.failure
-        plan = self._begun if outcome.followed else None
+        begun = expected.plan if self._kinds.has_turned and expected is not None else self._begun
+        plan = begun if outcome.followed else None
         self._kinds.count()
         is_known_well = outcome.followed and expected is not None and expected.steady
         if recorder is not None and not is_known_well:
@@ -409,7 +413,8 @@ class Session:
             self._kinds.departed(outcome.packs)
         self._kinds.seen(outcome.packs, expected)
         # What was recorded is planned for by now.
-        self._untimed = (expected, plan, outcome, recorder is None or is_known_well)
+        may_adapt = (recorder is None or is_known_well) and not self._kinds.has_turned
+        self._untimed = (expected, plan, outcome, may_adapt)
         if outcome.times is None:
             self._read_clock()
 

@@ -16,7 +16,8 @@ from outgrow.planning.problem import Problem, reading
 from outgrow.planning.reuse import overwritten
 from outgrow.tracing.ir import Event
 
-_BACK = ("in", "unpark")
+# Actions by which something comes back; by the others something leaves.
+BACK = ("in", "unpark")
 
 
 def actions_of(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
@@ -48,7 +49,7 @@ def actions_of(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
 
 def _come_back(actions: Iterable[tuple[str, int, int]]) -> int:
     """How many of these bring something back."""
-    return sum(kind in _BACK for kind, _, _ in actions)
+    return sum(kind in BACK for kind, _, _ in actions)
 
 
 def _wanted_back(plan: Plan) -> dict[tuple[int, str, int], int]:

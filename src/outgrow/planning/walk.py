@@ -14,6 +14,7 @@ from itertools import chain
 
 from outgrow.cost.workspaces import Choice
 from outgrow.planning.agenda import (
+    BACK,
     actions_of,
     births_and_deaths,
     ends_of,
@@ -267,25 +268,35 @@ class Walk:
         self._next_tick = number
         value, is_unpack = self._shown[number]
         is_wanted = is_unpack and value in self._entries
+        actions = self._actions.get(number, ())
+        makes_way = is_wanted and not self._entries[value].resident
+        if makes_way:
+            for action, target, _ in actions:
+                if target != value:
+                    self._leave(action, target)
         if is_wanted:
             self._request(value)
         elif self._evicts:
             self._touch(value)
-        for action, target, _ in self._actions.get(number, ()):
-            if action == "out":
-                self._start_out(target, planned=True)
-            elif action == "release":
-                self._wait_out(target)
-            elif action == "drop":
-                self._drop(target)
-            elif action == "park":
-                self._park(target)
-            else:
+        for action, target, _ in actions:
+            if action in BACK:
                 self._deferred.append(target)
+            elif not makes_way or target == value:
+                self._leave(action, target)
         if self._deferred:
             self._start_deferred()
         if is_wanted:
             self._wait_for(value)
+
+    def _leave(self, action: str, target: int) -> None:
+        if action == "out":
+            self._start_out(target, planned=True)
+        elif action == "release":
+            self._wait_out(target)
+        elif action == "drop":
+            self._drop(target)
+        elif action == "park":
+            self._park(target)
 
     def _start_deferred(self) -> None:
         """Planned copies back, in their order, until there is no room for one."""
@@ -569,7 +580,7 @@ class Walk:
         if not entry.resident and entry.dropped:
             self._rebuild(value)
         elif not entry.resident:
-            if self._evicts and self._live + entry.nbytes > self._budget:
+            if (self._evicts or self._parks) and self._live + entry.nbytes > self._budget:
                 self._make_room(entry.nbytes)
             self._read(value)
         if self._evicts:

@@ -12,10 +12,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
@@ -51,6 +51,30 @@ from outgrow.tracing.recorder import Recorder
 _LOG = logging.getLogger(__name__)
 
 
+class Known(Protocol):
+    """A kind of step that is known: its plan, and what is known of that (see `Executor.begin`)."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def verdicts(self) -> Verdicts: ...
+    @property
+    def is_foreign(self) -> bool: ...
+
+
+_Known = TypeVar("_Known", bound=Known)
+
+
+class Others(Protocol[_Known]):
+    """The kinds of step that are known, but for the one that the step was thought to be of."""
+
+    def find(self, packs: Sequence[int]) -> _Known | None:
+        """One whose steps begin by saving tensors of so many bytes."""
+
+    def turn_to(self, kind: _Known, /) -> bool:
+        """The step is of that kind. False, if its plan may not be followed."""
+
+
 class Executor:
     """Sets the hooks and the mode of a session's steps, follows their plans, and says what was measured."""
 
@@ -64,6 +88,7 @@ class Executor:
         least_moved_bytes: int,
         too_small: Callable[[int, str], Exception],
         gradients: Callable[[], Iterable[torch.Tensor]],
+        others: Others[Any],
         clock: DeviceClock | None = None,
         convolutions: Convolutions | None = None,
         fast_path: FastPath | None = None,
@@ -72,11 +97,13 @@ class Executor:
     ) -> None:
         """`too_small` makes the error for an op at which so many bytes are needed at least.
 
-        `gradients` are those that the parameters have now. `clock` is the device's, where that runs beside the host;
-        on a CPU what was asked for is over when the call returns, and the host's clock is right. `convolutions` says
-        how their algorithms are chosen, where there are several. `fast_path` is for ops that need no care, `compiled`
-        are the modules that stay compiled, `interrupts` wait until ops, packs and unpacks are booked.
+        `gradients` are those that the parameters have now; `others` are asked where a step departs from its plan.
+        `clock` is the device's, where that runs beside the host; on a CPU what was asked for is over when the call
+        returns, and the host's clock is right. `convolutions` says how their algorithms are chosen, where there are
+        several. `fast_path` is for ops that need no care, `compiled` are the modules that stay compiled, `interrupts`
+        wait until ops, packs and unpacks are booked.
         """
+        self._others = others
         interrupts = interrupts or Interrupts()
         convolutions = Convolutions() if convolutions is None else convolutions
         self._ledger = ledger
@@ -106,6 +133,7 @@ class Executor:
             clock,
             interrupts,
             self._tick,
+            self._make_way,
         )
         self._staying = hooks.staying
         self._compiled = CompiledCode(
@@ -158,8 +186,10 @@ class Executor:
         self._hooks.begin_here()
         current.kinds = kinds
         # A recorded step runs the plain ops, whatever its plan counts on, and is recorded as nobody knows yet what it
-        # needs. But every op of it is seen, views too; compiled code reads and writes what nobody sees.
-        on_demand = watch and recorder is not None and not self._hooks.changes_threads and not self._compiled
+        # needs; nor does anybody where there is no plan, or one that does not fit. But every op of it is seen then,
+        # views too.
+        is_unsure = recorder is not None or plan is None or not plan.simulate().feasible
+        on_demand = watch and is_unsure and self._can_park
         current.recording = None
         if recorder is not None:
             current.recording = Recording(recorder, self._ledger, self._clock, self._lost_seconds)
@@ -169,7 +199,7 @@ class Executor:
         decides = recorder is not None or plan is None or plan.evicts
         self._room.begin(keeps_margin=decides, counts_always=recorder is not None)
         current.is_watched, self._is_counted_by_blocks = watch, not watch
-        self._modes = _len_torch_dispatch_stack()
+        self._modes, self._function_modes = _len_torch_dispatch_stack(), _len_torch_function_stack()
         self._pool.reset_counters()
         self._ledger.on_death = recorder.died if recorder is not None else None
         last, self._last = self._last, None
@@ -191,11 +221,12 @@ class Executor:
                 stack.enter_context(self._compiled.around(mode, current.recording))
             else:  # nobody makes room, but what is made counts
                 stack.enter_context(self._fast.paused())
-            if self._parking.on:
+            self._sees_functions = self._parking.on
+            if self._sees_functions:
                 stack.enter_context(Access(self._parking))
-            cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
+            cares_for_all = not watch or recorder is not None or on_demand or self._ledger.hidden_bytes > 0
             self._fast.begin(None if cares_for_all else plan, self._modes + 1, is_open=self._memory.is_open)
-            if plan is not None and recorder is None and not self._compiled:
+            if plan is not None and recorder is None and not (on_demand or self._compiled):
                 self._staying.begin(plan, kinds, watched=watch)
             self._stack = stack.pop_all()
         self._started = time.perf_counter()
@@ -265,6 +296,11 @@ class Executor:
         self._reset(None)
         return outcome
 
+    @property
+    def _can_park(self) -> bool:
+        """Whether values may be parked that no plan parks: compiled code reads and writes what nobody sees."""
+        return not (self._hooks.changes_threads or self._compiled)
+
     def _close_stack(self) -> None:
         """Take hooks and mode off."""
         assert self._stack is not None
@@ -322,10 +358,14 @@ class Executor:
         """One tick: what the plan puts there is started, and a step that is not the plan's leaves it."""
         if not self._follower.on:
             return
-        if self._follower.advance(event, handle, entry):
+        if self._follower.advance(event, handle, entry) or self._turns(event, handle, entry):
             self._current.look()
         else:
             self._depart()
+
+    def _make_way(self, handle: Handle) -> None:
+        """A saved value is about to come back."""
+        self._follower.make_way(handle)
 
     def rebuild(self, entry: Entry) -> torch.UntypedStorage:
         """Make a dropped value anew; the pool asks for it."""
@@ -354,22 +394,68 @@ class Executor:
 
     # --- leaving the plan ---
 
+    def _turns(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
+        """Whether the step, which is not the one of the trace, begins like one of another kind: it goes by that plan.
+
+        What was saved so far stays where it is, unless the cache sends it away.
+        """
+        ticks, hooks = self._staying.ticks, self._hooks
+        if self._current.recording is not None or self._compiled or ticks.tick != ticks.number:
+            return False  # what is recorded tells more without; and where something was unpacked, much was missed
+        other = self._others.find(hooks.packs)
+        if other is None or not other.plan.simulate().feasible:
+            return False
+        if not self._join_modes(parks=self._parking.is_for(other.plan)) or not self._others.turn_to(other):
+            return False
+        plan, kinds, where = other.plan, self._current.kinds, self._follower.where()
+        _LOG.debug("the step departs from its trace %s, and goes by the plan of another kind of step", where)
+        self._staying.stop()
+        self._recomputer.begin(plan, kinds, other.verdicts)
+        self._reuser.begin(plan, kinds)
+        self._parking.turn_to(plan, other.verdicts, is_foreign=other.is_foreign)
+        self._memory.go_astray()
+        self._fast.turn_to(plan)
+        if not self._is_counted_by_blocks:
+            self._staying.begin(plan, kinds, watched=True)
+        self._follower.begin(plan, ticks.tick - 1)
+        return self._follower.advance(event, handle, entry)
+
     def _depart(self) -> None:
         """The step is not the one of the trace: leave the plan and let the cache decide from here on."""
         where = self._follower.where()
         _LOG.info("fallback: the step departs from its trace %s; the cache decides from here on", where)
         self._follower.begin(None)
         self._reuser.begin(None, {})
-        self._parking.depart()
         self._memory.go_astray()
         self._fast.stop()
         self._staying.stop()
-        # The mode can join a step that began without it, but only where contexts end in the order in which they
-        # began: not inside the backward pass, whose thread state is put back, and not inside a mode of the user's.
+        self._join()
+        self._parking.depart()
+
+    def _join(self) -> None:
+        """From here on see every op, if that can be, and park on demand: nobody knows what the step will need."""
+        if self._join_modes(parks=self._can_park) and self._can_park and not self._demand.on:
+            self._parking.on_demand()
+            self._demand.begin(self._current.kinds, on=True)
+
+    def _join_modes(self, *, parks: bool) -> bool:
+        """Watch ops from here on, and what Python code does to tensors if anything may be parked. Whether that is so.
+
+        Modes can join a step that began without them, but only where contexts end in the order in which they began:
+        not inside the backward pass, whose thread state is put back, and not inside modes of the user's.
+        """
         in_backward = torch._C._current_graph_task_id() != -1
-        is_nested = in_backward or self._hooks.is_beside_compiler
-        if self._current.is_watched or self._stack is None or is_nested or _len_torch_dispatch_stack() != self._modes:
-            return
-        self._current.is_watched = True
-        self._stack.enter_context(mode := Watch(self._runner, self._table))
-        self._stack.enter_context(self._compiled.around(mode, None))
+        if self._stack is None or in_backward or self._hooks.is_beside_compiler:
+            return False
+        if not self._current.is_watched:
+            if _len_torch_dispatch_stack() != self._modes:
+                return False
+            self._current.is_watched = True
+            self._stack.enter_context(mode := Watch(self._runner, self._table))
+            self._stack.enter_context(self._compiled.around(mode, None))
+        if parks and not self._sees_functions:
+            if _len_torch_function_stack() != self._function_modes:
+                return False
+            self._sees_functions = True
+            self._stack.enter_context(Access(self._parking))
+        return True

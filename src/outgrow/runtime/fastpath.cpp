@@ -310,7 +310,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
     if (look != 0 && now->number > first) learn(*now, op, first, look);
     return;
   }
-  const Expected& next = now->expected[first];
+  const Expected next = now->expected[first];  // a copy: the step may turn to another plan meanwhile
   if (next.op == &op.schema() && next.look == look_of(keys, *stack, count) && all_there(*stack, count) &&
       writes_safely(next, *stack, count) && fits(*now, next) && passes(*now, op, keys, stack, count)) {
     now->number += next.ops;

@@ -190,6 +190,15 @@ class FastPath:
         self._lesson = None
         self.learns = False
 
+    def turn_to(self, plan: Plan) -> None:
+        """The step goes by another plan from here on. Where nothing may pass any more, nothing does."""
+        if self._lesson is None:
+            return
+        number, modes = self.number, int(self._state.modes)
+        self.end(followed=False)
+        self.begin(plan, modes, is_open=False)
+        self.number = number
+
     def go_astray(self) -> None:
         """From here on the allocator may refuse what fits the budget: gated ops need care."""
         self._state.open = 0

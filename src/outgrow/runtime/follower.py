@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from outgrow.planning.agenda import actions_of
+from outgrow.planning.agenda import BACK, actions_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
@@ -34,13 +34,14 @@ class Follower:
         self._demand = demand
         self.begin(None)
 
-    def begin(self, plan: Plan | None) -> None:
-        """Start at the first tick; without a plan, there is none."""
+    def begin(self, plan: Plan | None, tick: int = 0) -> None:
+        """Start at a tick; without a plan, there is none."""
         self._plan = plan
-        self._ticks.tick = self._ticks.waits = 0
+        self._ticks.tick, self._ticks.waits = tick, 0
         self._actions = {} if plan is None else actions_of(plan)
         self._entry_of: dict[int, Entry] = {}
         self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
+        self._cleared = -1  # the last tick for which what leaves was seen to before
 
     @property
     def plan(self) -> Plan | None:
@@ -65,6 +66,21 @@ class Follower:
         """The tick that would be next, in words."""
         return self._described(self._ticks.tick)
 
+    def make_way(self, handle: Handle) -> None:
+        """A saved value is about to come back: have what leaves at that tick leave before, if it is the plan's."""
+        plan, number = self._plan, self._ticks.tick
+        actions = self._actions.get(number)
+        if plan is None or not actions:
+            return
+        trace = plan.problem.trace
+        tick = trace.ticks[number]
+        if tick.event is not Event.UNPACK or tick.saved != handle.number:
+            return
+        self._cleared = number
+        for action, value, offset in actions:
+            if action not in BACK and value != trace.saved[tick.saved].value:
+                self._act(action, value, offset)
+
     def advance(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
         """One tick of a step that has a plan: start what the plan puts there. False, if it is not the plan's tick."""
         assert self._plan is not None
@@ -79,13 +95,14 @@ class Follower:
             return False
         if entry is not None and (
             entry.nbytes != trace.values[saved.value].nbytes  # a window as large as before on a larger storage
-            or self._entry_of.setdefault(saved.value, entry) is not entry
+            or self._entry_for(saved.value, entry) is not entry
             or not self._parking.agrees(saved.value, entry)
         ):
             return False
         try:
             for action, value, offset in self._actions.get(number, ()):
-                self._act(action, value, offset)
+                if number != self._cleared or action in BACK or value == saved.value:
+                    self._act(action, value, offset)
             if self._deferred:
                 rise = self._rise_ahead(tick.op)
                 while self._deferred and self._deferred[0](rise):
@@ -93,6 +110,13 @@ class Follower:
         finally:
             ticks.waits = bool(self._deferred)
         return True
+
+    def _entry_for(self, value: int, entry: Entry) -> Entry:
+        """The entry of a value of the trace: the one that was seen first, while autograd wants it, else this one."""
+        known = self._entry_of.get(value)
+        if known is None or known.handles == 0:  # saved again after its graph had ended
+            known = self._entry_of[value] = entry
+        return known
 
     def _act(self, action: str, value: int, offset: int) -> None:
         if action == "park":

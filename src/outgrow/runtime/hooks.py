@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -65,8 +66,12 @@ class Hooks:
         clock: DeviceClock | None,
         interrupts: Interrupts,
         tick: Ticking,
+        make_way: Callable[[Handle], None],
     ) -> None:
-        """`tick` is told of each tick. `interrupts` wait until packs and unpacks are booked."""
+        """`tick` is told of each tick, and `make_way` before that of a saved tensor that has to come back.
+
+        `interrupts` wait until packs and unpacks are booked.
+        """
         self._current = current
         self._ledger = ledger
         self._pool = pool
@@ -78,6 +83,7 @@ class Hooks:
         self._clock = clock
         self._interrupts = interrupts
         self._tick = tick
+        self._make_way = make_way
         # The backward pass of a GPU runs on a thread of autograd's own, while the one that asked for it waits.
         self.changes_threads = ledger.device_type != "cpu"
         self._thread = threading.get_ident()
@@ -230,6 +236,8 @@ class Hooks:
                     self._tick(Event.UNPACK, handle, None)
                 return handle.tensor
             self._room.where = ""  # names of nodes take time: asked for where somebody reads them
+            if this_step and entry.storage is None:
+                self._make_way(handle)
             storage = self._pool.request(entry, self._room.make)
             if self._demand.on:
                 self._demand.touched(entry.record)

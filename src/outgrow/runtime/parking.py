@@ -119,18 +119,14 @@ class Parking:
         self.lending.begin(kinds)
         self._on_demand = on_demand
         # Elsewhere than on a CPU no plan of ours parks (`planning/parks.py` says why), and others' are not followed.
-        self.on = on_demand or (plan is not None and bool(plan.parks) and self._ledger.device_type == "cpu")
+        self.on = on_demand or self.is_for(plan)
         self.nbytes = 0
         self.failure: Exception | None = None
         self._filling: _Parked | None = None
-        self._verdicts = verdicts
+        self._kinds = kinds
         self.remade_nbytes = self.proofs = 0
         self.remake_seconds = 0.0
-        self._remade: dict[int, int] = {}  # gradients that are made anew, with the op that makes each
-        if plan is not None and not recorded:
-            births = ((item.value, plan.problem.trace.values[item.value].birth) for item in plan.parks if item.remade)
-            self._remade = {value: birth for value, birth in births if verdicts.gradients.get(birth, True)}
-        self._seen = Sightings(self._ledger, plan, kinds, self._remade, is_foreign=is_foreign)
+        self._follow(plan, verdicts, recorded=recorded, is_foreign=is_foreign)
         self._own: set[int] = set()
         self._exposed: set[int] = set()
         self._cancelled: list[_Parked] = []
@@ -138,6 +134,25 @@ class Parking:
         # The functions that run now, with their arguments: some read memory past the dispatcher.
         self._calls: list[tuple[Any, Any, Any]] = []
         self.is_watched: Callable[[], bool] = lambda: False
+
+    def is_for(self, plan: Plan | None) -> bool:
+        """Whether a plan parks anything here."""
+        return plan is not None and bool(plan.parks) and self._ledger.device_type == "cpu"
+
+    def turn_to(self, plan: Plan, verdicts: Verdicts, *, is_foreign: bool) -> None:
+        """The step goes by another plan from here on; what the one before parked comes back when it is wanted."""
+        self._postponed.clear()
+        self._seen.forget_remakes()
+        self.on = self.on or self.is_for(plan)
+        self._follow(plan, verdicts, recorded=False, is_foreign=is_foreign)
+
+    def _follow(self, plan: Plan | None, verdicts: Verdicts, *, recorded: bool, is_foreign: bool) -> None:
+        self._verdicts = verdicts
+        self._remade: dict[int, int] = {}  # gradients that are made anew, with the op that makes each
+        if plan is not None and not recorded:
+            births = ((item.value, plan.problem.trace.values[item.value].birth) for item in plan.parks if item.remade)
+            self._remade = {value: birth for value, birth in births if verdicts.gradients.get(birth, True)}
+        self._seen = Sightings(self._ledger, plan, self._kinds, self._remade, is_foreign=is_foreign)
 
     @property
     def busy(self) -> bool:
@@ -556,6 +571,10 @@ class Parking:
                 self._take_memory(storage)
 
     # --- the end ---
+
+    def on_demand(self) -> None:
+        """From here on values may be parked that no plan parks (`demand.py`)."""
+        self.on = self._on_demand = True
 
     def depart(self) -> None:
         """The step is not the plan's: what was planned is over."""

@@ -199,9 +199,9 @@ class Runner:
         return self._parking.on or self._parking.busy
 
     @property
-    def records(self) -> bool:
-        """Whether a recorder wants to see every op, views too."""
-        return self._current.recording is not None
+    def sees_views(self) -> bool:
+        """Whether every op is wanted, views too: by a recorder, or where values are parked that no plan parks."""
+        return self._demand.on or self._current.recording is not None
 
     # --- ours ---
 

@@ -22,8 +22,8 @@ class Watcher(Protocol):
         """Whether Python functions are watched, ours too if nobody looks away."""
 
     @property
-    def records(self) -> bool:
-        """Whether a recorder wants to see every op, views too."""
+    def sees_views(self) -> bool:
+        """Whether every op is wanted, views too."""
 
     @property
     def is_inside_compiled(self) -> bool:
@@ -82,7 +82,7 @@ class Watch(TorchDispatchMode):
         facts = self._table[func]
         if facts.is_bookkeeping or self._executor.is_inside_compiled:
             return func(*args, **kwargs)
-        if facts.is_view and not self._executor.records:
+        if facts.is_view and not self._executor.sees_views:
             self._executor.pass_view(args, kwargs)
             return func(*args, **kwargs)
         return self._executor.run(func, facts, args, kwargs)
