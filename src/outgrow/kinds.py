@@ -41,6 +41,7 @@ class StepKind:
             takes its time all the same, so that the next one waits for a larger change.
         recent: times and stalls of the last steps under this plan, in seconds, `timed_steps` at most: so many are
             asked before times are set right.
+        fits: the plan was seen to fit: a step that could have parked more than it had no need to.
         is_foreign: the plan's trace is not this session's, whose storages have other numbers.
         syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
     """
@@ -57,6 +58,7 @@ class StepKind:
     tolerance: float = SEARCH_TOLERANCE
     recent: list[tuple[float, float]] = field(default_factory=list)
     timed_steps: int = TIMED_STEPS
+    fits: bool = False
     is_foreign: bool = False
     syncs: tuple[bool, ...] = ()
 
@@ -66,7 +68,7 @@ class StepKind:
             self.verdicts = Verdicts()
         self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
         self.verdicts.cramped.clear()  # another plan has room elsewhere
-        self.plan, self.steady, self.is_foreign = plan, steady, False
+        self.plan, self.steady, self.fits, self.is_foreign = plan, steady, False, False
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.recent.clear()
         self.timed_steps = TIMED_STEPS

@@ -117,7 +117,7 @@ class Planner:
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
             kind.tolerance *= 2
             return False
-        kind.plan, kind.timed_steps = other, TIMED_STEPS
+        kind.plan, kind.fits, kind.timed_steps = other, False, TIMED_STEPS
         kind.verdicts.cramped.clear()
         times = (format_seconds(seconds), format_seconds(prediction.step_seconds))
         _LOG.info("re-planned, as steps take %s and were predicted at %s: %s", *times, in_a_line(other))

@@ -362,8 +362,8 @@ class Session:
             if self._recorder is not None:
                 undo.enter_context(self._modules)
                 self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
-            is_foreign = kind is not None and kind.is_foreign
-            self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch, is_foreign=is_foreign)
+            fits, is_foreign = kind is not None and kind.fits, kind is not None and kind.is_foreign
+            self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch, fits=fits, is_foreign=is_foreign)
             self._begun = plan
             undo.pop_all()  # all is well: `_close_step` takes the hooks off
 
@@ -404,6 +404,8 @@ class Session:
         begun = expected.plan if self._kinds.has_turned and expected is not None else self._begun
         plan = begun if outcome.followed else None
         self._kinds.count()
+        if expected is not None and plan is not None and recorder is None and outcome.fits:
+            expected.fits = True
         is_known_well = outcome.followed and expected is not None and expected.steady
         if recorder is not None and not is_known_well:
             kinds = storage_kinds(self._ledger, self._models, self._optimizers)

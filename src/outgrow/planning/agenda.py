@@ -191,19 +191,36 @@ def ends_of(problem: Problem, entries: Iterable[int]) -> tuple[_Ends, _Ends]:
 
 
 @reading
-def _saved_ends(problem: Problem) -> dict[int, list[tuple[int, bool, int]]]:
-    """Of each saved value the op of each release and of its death, and whether that is after the op's ticks.
+def spans_of_uses(problem: Problem) -> list[list[tuple[int, int]]]:
+    """Of each saved tensor the ops from each unpacking on, as far as its value has to be there for that.
 
-    With how often autograd used what it lets go of there; 0 for the death.
+    A node needs it until it has run, and autograd holds it until it lets go of it. Of a graph that is gone through
+    once more, or that outlives the step, it may be away in between.
+    """
+    trace = problem.trace
+    last_node = max((start for saved in trace.saved for start in saved.unpacked), default=-1)
+    found: list[list[tuple[int, int]]] = []
+    for saved in trace.saved:
+        spans = [(start, start + 1) for start in saved.unpacked]
+        outlives = saved.released == len(trace.ops)
+        if spans and not (outlives and spans[-1][0] < last_node):
+            spans[-1] = (spans[-1][0], saved.released)
+        found.append(spans)
+    return found
+
+
+@reading
+def _saved_ends(problem: Problem) -> dict[int, list[tuple[int, bool, int]]]:
+    """Of each saved value the op at which each use ends, and of its death, and whether that is after the op's ticks.
+
+    With how many uses end there: 1; 0 for the death.
     """
     found: dict[int, list[tuple[int, bool, int]]] = {}
     last_tick: dict[int, int] = {}
-    for saved in problem.trace.saved:
+    for saved, spans in zip(problem.trace.saved, spans_of_uses(problem), strict=True):
         last = saved.unpacked[-1] if saved.unpacked else saved.packed
         last_tick[saved.value] = max(last_tick.get(saved.value, -1), last)
-        releases = found.setdefault(saved.value, [])
-        if saved.unpacked:
-            releases.append((saved.released, last >= saved.released, len(saved.unpacked)))
+        found.setdefault(saved.value, []).extend((stop, start >= stop, 1) for start, stop in spans)
     for value, last in last_tick.items():
         death = problem.trace.values[value].death
         found[value].append((death, last >= death, 0))

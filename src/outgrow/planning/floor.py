@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from outgrow.planning.agenda import spans_of_uses
 from outgrow.planning.parks import away, gaps
 from outgrow.planning.problem import Problem, reading
 
@@ -80,17 +81,10 @@ def needed_spans(problem: Problem) -> list[_Span]:
     """The spans for which each value must be on the device; spans of one do not overlap."""
     trace = problem.trace
     end = len(trace.ops)
-    last_node = max((start for saved in trace.saved for start in saved.unpacked), default=-1)
     uses: dict[int, list[tuple[int, int]]] = {}
-    for saved in trace.saved:
-        if not problem.is_movable(saved.value):
-            continue
-        spans = uses.setdefault(saved.value, [])
-        for number, start in enumerate(saved.unpacked):
-            # Its node needs it until that has run; but of a graph that outlives the step it may be away from then on.
-            is_kept = saved.released == end and start < last_node
-            is_last = number == len(saved.unpacked) - 1
-            spans.append((start, saved.released if is_last and not is_kept else start + 1))
+    for saved, spans in zip(trace.saved, spans_of_uses(problem), strict=True):
+        if problem.is_movable(saved.value):
+            uses.setdefault(saved.value, []).extend(spans)
     found: list[_Span] = []
     for index, value in enumerate(trace.values):
         first = max(value.birth, 0)

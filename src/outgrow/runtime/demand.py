@@ -35,7 +35,8 @@ class Demand:
     """The storages that may leave in the step that runs, least recently touched first.
 
     Attributes:
-        on: the step is recorded, and may need more than its plan provides for, if it has one.
+        on: the step may need more than its plan provides for, if it has one.
+        nbytes: bytes that left in it.
     """
 
     def __init__(self, ledger: Ledger, pool: Pool, parking: Parking, least_moved_bytes: int) -> None:
@@ -48,6 +49,7 @@ class Demand:
     def begin(self, kinds: Mapping[int, Kind], *, on: bool) -> None:
         """A step begins. `kinds` has the training state by serial number."""
         self.on = on
+        self.nbytes = 0
         # Records alone: a hold on a storage would change the lifetimes that the recorder dates.
         self._idle: OrderedDict[int, StorageRecord] = OrderedDict()
         state = ((record.serial, record) for record in self._ledger.alive()) if on else ()
@@ -141,6 +143,7 @@ class Demand:
                 chosen.append(record)
                 excess -= record.nbytes
         if chosen:
+            self.nbytes += sum(record.nbytes for record in chosen)
             self._parking.park(chosen)
 
     @contextmanager

@@ -59,6 +59,8 @@ class Known(Protocol):
     @property
     def verdicts(self) -> Verdicts: ...
     @property
+    def fits(self) -> bool: ...
+    @property
     def is_foreign(self) -> bool: ...
 
 
@@ -175,21 +177,22 @@ class Executor:
         recorder: Recorder | None,
         *,
         watch: bool,
+        fits: bool = False,
         is_foreign: bool = False,
     ) -> None:
         """Set hooks (and the dispatch mode if `watch`) and start the clock.
 
         `kinds` tells which storages are training state, which the pool never moves; `verdicts` which of the plan's
-        recipes can be trusted, and is added to; `is_foreign` that the plan's trace is not this session's.
+        recipes can be trusted, and is added to; `fits` that the plan was seen to fit; `is_foreign` that its trace is
+        not this session's.
         """
         current = self._current
         self._hooks.begin_here()
         current.kinds = kinds
         # A recorded step runs the plain ops, whatever its plan counts on, and is recorded as nobody knows yet what it
-        # needs; nor does anybody where there is no plan, or one that does not fit. But every op of it is seen then,
-        # views too.
-        is_unsure = recorder is not None or plan is None or not plan.simulate().feasible
-        on_demand = watch and is_unsure and self._can_park
+        # needs; nor does anybody where there is no plan, or one that was not seen to fit. So every op is seen, views
+        # too.
+        on_demand = watch and self._can_park and not (recorder is None and plan is not None and fits)
         current.recording = None
         if recorder is not None:
             current.recording = Recording(recorder, self._ledger, self._clock, self._lost_seconds)
@@ -224,8 +227,11 @@ class Executor:
             self._sees_functions = self._parking.on
             if self._sees_functions:
                 stack.enter_context(Access(self._parking))
-            cares_for_all = not watch or recorder is not None or on_demand or self._ledger.hidden_bytes > 0
-            self._fast.begin(None if cares_for_all else plan, self._modes + 1, is_open=self._memory.is_open)
+            cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
+            may_pass = not on_demand
+            self._fast.begin(
+                None if cares_for_all else plan, self._modes + 1, may_pass=may_pass, is_open=self._memory.is_open
+            )
             if plan is not None and recorder is None and not (on_demand or self._compiled):
                 self._staying.begin(plan, kinds, watched=watch)
             self._stack = stack.pop_all()
@@ -271,6 +277,7 @@ class Executor:
         if self._follower.done and not (self._pool.faults or unsaid):
             self._last = self._follower.plan
         self._close_stack()
+        proved = self._recomputer.proofs + self._parking.proofs > 0
         saved = self._hooks.saved_bytes + self._staying.ticks.kept_bytes
         outcome = StepOutcome(
             peak_bytes=current.peak_bytes,
@@ -287,7 +294,8 @@ class Executor:
             knows_peak=knows_peak,
             blind=current.is_blind,
             followed=self._follower.done,
-            proved=self._recomputer.proofs + self._parking.proofs > 0,
+            proved=proved,
+            fits=self._demand.on and not (self._demand.nbytes or self._pool.faults or proved),
             packs=tuple(self._hooks.packs),
             leaving_bytes=current.leaving_at_peak,
             failure=self._parking.failure,
@@ -403,9 +411,10 @@ class Executor:
         if self._current.recording is not None or self._compiled or ticks.tick != ticks.number:
             return False  # what is recorded tells more without; and where something was unpacked, much was missed
         other = self._others.find(hooks.packs)
-        if other is None or not other.plan.simulate().feasible:
+        if other is None:
             return False
-        if not self._join_modes(parks=self._parking.is_for(other.plan)) or not self._others.turn_to(other):
+        parks = self._parking.is_for(other.plan) or (self._can_park and not other.fits)
+        if not self._join_modes(parks=parks) or not self._others.turn_to(other):
             return False
         plan, kinds, where = other.plan, self._current.kinds, self._follower.where()
         _LOG.debug("the step departs from its trace %s, and goes by the plan of another kind of step", where)
@@ -414,8 +423,10 @@ class Executor:
         self._reuser.begin(plan, kinds)
         self._parking.turn_to(plan, other.verdicts, is_foreign=other.is_foreign)
         self._memory.go_astray()
-        self._fast.turn_to(plan)
-        if not self._is_counted_by_blocks:
+        self._fast.turn_to(plan, may_pass=other.fits or not self._can_park)
+        if not other.fits:
+            self._park_on_demand()
+        elif not self._is_counted_by_blocks:
             self._staying.begin(plan, kinds, watched=True)
         self._follower.begin(plan, ticks.tick - 1)
         return self._follower.advance(event, handle, entry)
@@ -434,7 +445,11 @@ class Executor:
 
     def _join(self) -> None:
         """From here on see every op, if that can be, and park on demand: nobody knows what the step will need."""
-        if self._join_modes(parks=self._can_park) and self._can_park and not self._demand.on:
+        if self._join_modes(parks=self._can_park):
+            self._park_on_demand()
+
+    def _park_on_demand(self) -> None:
+        if self._can_park and not self._demand.on:
             self._parking.on_demand()
             self._demand.begin(self._current.kinds, on=True)
 

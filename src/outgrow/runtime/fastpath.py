@@ -147,10 +147,11 @@ class FastPath:
 
     # --- the step ---
 
-    def begin(self, plan: Plan | None, modes: int, *, is_open: bool) -> None:
+    def begin(self, plan: Plan | None, modes: int, *, is_open: bool, may_pass: bool = True) -> None:
         """A step begins that goes by `plan`, watched by one of `modes` dispatch modes; None: each op needs care.
 
         Who else has a mode sees all ops. `is_open` says that the allocator refuses nothing that fits the budget.
+        Where nothing `may_pass`, the step may be a lesson all the same.
         """
         state = self._state
         state.number = state.peak = state.passed = 0
@@ -165,6 +166,8 @@ class FastPath:
             length = len(plan.problem.trace.ops)
             lesson = _Lesson(plan, (ctypes.c_int64 * length)(), (_Expected * length)())
             self._lessons.append(lesson)
+        if lesson.is_over and not may_pass:
+            return
         if not lesson.is_over:
             lesson.begin()
         self._lesson = lesson
@@ -190,13 +193,13 @@ class FastPath:
         self._lesson = None
         self.learns = False
 
-    def turn_to(self, plan: Plan) -> None:
+    def turn_to(self, plan: Plan, *, may_pass: bool) -> None:
         """The step goes by another plan from here on. Where nothing may pass any more, nothing does."""
         if self._lesson is None:
             return
         number, modes = self.number, int(self._state.modes)
         self.end(followed=False)
-        self.begin(plan, modes, is_open=False)
+        self.begin(plan, modes, is_open=False, may_pass=may_pass)
         self.number = number
 
     def go_astray(self) -> None:

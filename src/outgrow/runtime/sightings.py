@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from outgrow.planning.parks import may_park
 from outgrow.planning.plan import Plan
-from outgrow.planning.problem import Problem
+from outgrow.planning.reuse import overwritten
 from outgrow.runtime.remake import Remake, can_remake
 from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger, StorageRecord
@@ -44,11 +44,12 @@ class Sightings:
             found = {record.serial: record for record in ledger.alive() if record.serial in kinds}
             if is_foreign:
                 found = _in_order(found.values(), plan.problem.trace, kinds)
-            self._look_out_for({item.value for item in plan.parks}, plan.problem, found)
+            self._look_out_for(plan, found)
 
-    def _look_out_for(self, values: Iterable[int], problem: Problem, state: Mapping[int, StorageRecord]) -> None:
+    def _look_out_for(self, plan: Plan, state: Mapping[int, StorageRecord]) -> None:
         """`state` has the storages of training state by their numbers in the trace."""
-        for index in values:
+        problem = plan.problem
+        for index in {item.value for item in plan.parks}:
             value = problem.trace.values[index]
             if not may_park(problem, index):
                 continue
@@ -60,7 +61,7 @@ class Sightings:
             elif index in (made := problem.trace.ops[value.birth].outputs):
                 self._births.setdefault(value.birth, []).append((made.index(index), index))
                 self._names[value.birth] = problem.trace.ops[value.birth].name
-                self._makers.add(problem.trace.storage_births[value.storage])
+                self._makers.update(_makers_of(plan, index))
                 if value.kind is Kind.GRADIENT:
                     self._gradients.add(index)
 
@@ -130,6 +131,16 @@ class Sightings:
         """The step is over."""
         self.forget_remakes()
         self._records.clear()
+
+
+def _makers_of(plan: Plan, value: int) -> Iterator[int]:
+    """The op that makes a value's storage. Where that writes over an input instead, who made that one, and so on."""
+    trace = plan.problem.trace
+    source: int | None = value
+    while source is not None:
+        maker = trace.storage_births[trace.values[source].storage]
+        yield maker
+        source = overwritten(plan.problem, maker) if maker in plan.reuses else None
 
 
 def _in_order(state: Iterable[StorageRecord], trace: Trace, kinds: Mapping[int, Kind]) -> dict[int, StorageRecord]:
