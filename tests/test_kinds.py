@@ -280,3 +280,29 @@ def test_inside_a_mode_of_the_programs_a_step_that_departs_is_the_caches(mode: A
 
     assert_equal_and_inside(inside(batches_of(sizes)), len(sizes), budget_for(batches_of([12]), 0.8), ParkAll())
     assert turned
+
+
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all", RecomputeAll()], ids=str)
+def test_a_value_that_graphs_of_gradients_save_again_is_the_same_wherever_it_came_back(
+    policy: Any, turned: list[bool]
+) -> None:
+    def make() -> Training:
+        layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5))
+        model = nn.Sequential(*layers, nn.Linear(64, 1))
+        optimizer = momentum(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            x = torch.randn(256, 64, generator=torch.Generator().manual_seed(k), requires_grad=True)
+            out = model(x).sum()
+            (slope,) = torch.autograd.grad(out, x, create_graph=True)
+            loss = out / 256 + (slope.norm(dim=1) - 1).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    summaries = assert_equal_and_inside(make, 8, budget_for(make, 0.7), policy)
+    assert all(planned(summaries)[2:])
+    assert not turned

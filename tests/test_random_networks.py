@@ -33,8 +33,8 @@ def known_machine() -> Iterator[None]:
         yield
 
 
-def run(model: nn.Module, k: int) -> None:
-    x = torch.randn(2, INPUT_CHANNELS, 8, 8, generator=torch.Generator().manual_seed(k))
+def run(model: nn.Module, k: int, batch: int = 2) -> None:
+    x = torch.randn(batch, INPUT_CHANNELS, 8, 8, generator=torch.Generator().manual_seed(k))
     model(x).pow(2).mean().backward()
 
 
@@ -90,3 +90,39 @@ def test_gradients_equal_plain_pytorch_to_the_bit(description: tuple, seed: int,
                 run(model, k)
             assert same(gradients(model), plain[k])
             assert session.summary().measured_peak_bytes <= budget or k == 0
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    description=descriptions,
+    seed=st.integers(0, 2**32 - 1),
+    tightness=st.floats(0, 1),
+    order=st.lists(st.integers(1, 3), min_size=6, max_size=10),
+)
+def test_whatever_kind_of_step_comes_next(description: tuple, seed: int, tightness: float, order: list[int]) -> None:
+    """Each size of batch is a kind of its own. They come in any order: expected, or not, or seen for the first time."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(INPUT_CHANNELS, INPUT_CHANNELS, 1), build(description))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(seed)
+    plain = []
+    for k, batch in enumerate(order):
+        run(model, k, batch)
+        plain.append(gradients(model))
+
+    model.load_state_dict(before)
+    largest = max(order)
+    trace = outgrow.trace(lambda: outgrow.TrainingStep(model, None, lambda: run(model, 0, largest)), fake=False)
+    model.zero_grad()
+    problem = Problem(trace, HARDWARE, 1, least_moved_bytes=1)
+    least, most = max(needed_curve(problem)) * 1.1 + 8192, plain_profile(trace).peak_bytes
+    budget = int(least + max(0, most - least) * tightness)
+
+    model.load_state_dict(before)
+    torch.manual_seed(seed)
+    with outgrow.Session(model, budget=budget, policy=RandomDecisions(seed), least_moved_bytes=1) as session:
+        for k, batch in enumerate(order):
+            with session.step():
+                run(model, k, batch)
+            assert same(gradients(model), plain[k])
+            assert session.summary().measured_peak_bytes <= budget or batch not in order[:k]

@@ -18,6 +18,7 @@ from steps import (
     RecomputeAll,
     Training,
     assert_equal_to_plain,
+    budget_for,
     momentum,
     supervised,
     train_in_session,
@@ -87,7 +88,7 @@ def test_memory_that_a_tensor_does_not_show_is_there_for_who_reads_it(
 ) -> None:
     plain = train_plain(make, 4)
     # Near the least budgets, where values are parked.
-    for budget in (5_330_000, 5_600_000) if make is over_a_graph else (2_010_000, 2_300_000):
+    for budget in (6_310_000, 6_600_000) if make is over_a_graph else (2_010_000, 2_300_000):
         ours, summaries = train_in_session(make, 4, budget=budget, policy=policy)
         assert ours == plain
         assert max(summary.measured_peak_bytes for summary in summaries) <= budget
@@ -247,3 +248,66 @@ def test_an_evaluation_that_leaves_pytorchs_fast_way_trains_the_same() -> None:
         return F.mse_loss(model(x), torch.zeros(16, 32))
 
     assert_equal_to_plain(supervised(Encoder, evaluating, shape=(16, 12, 32)), share=0.8)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.55, 0.7])
+@pytest.mark.parametrize("retains", [True, False], ids=["kept", "let go"])
+def test_plans_are_true_of_graphs_that_are_gone_through_twice(share: float, retains: bool) -> None:
+    """Between its uses a value may be away, and is."""
+
+    def make() -> Training:
+        layers = (nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96), nn.GELU()) for _ in range(5))
+        model = nn.Sequential(*layers, nn.Linear(96, 10))
+        optimizer = momentum(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            out = model(torch.randn(512, 96, generator=torch.Generator().manual_seed(k)))
+            loss = out.pow(2).mean()
+            loss.backward(retain_graph=True)
+            out.sin().mean().backward(retain_graph=retains)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    budget = budget_for(make, share)
+    ours, summaries = train_in_session(make, 7, budget=budget)
+    assert ours == train_plain(make, 7)
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+    last = summaries[-1]
+    assert last.predicted_peak_bytes is not None
+    assert last.predicted_peak_bytes == pytest.approx(last.measured_peak_bytes, rel=0.1)
+    assert last.predicted_peak_bytes <= budget
+
+
+def test_memory_behind_sparse_gradients_is_counted_in_every_step() -> None:
+    """Steps that nobody watches count blocks; those that are recorded have to see as much."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(3000, 32, sparse=True)
+            self.body = nn.Sequential(nn.Linear(32 * 16, 64), nn.ReLU(), nn.Linear(64, 10))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(self.embedding(x).flatten(1))
+
+    def make() -> Training:
+        model = Model()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+
+        def run(k: int) -> torch.Tensor:
+            x = torch.randint(0, 3000, (128, 16), generator=torch.Generator().manual_seed(k))
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    _, free = train_in_session(make, 8, budget="1GiB")
+    peaks = [summary.measured_peak_bytes for summary in free]
+    assert max(peaks[2:]) <= 1.01 * max(peaks[:2])
+    assert free[-1].replans == free[2].replans

@@ -6,14 +6,14 @@ without data (on the meta device), and its workspace is guessed on the high side
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
-from outgrow.tracing.ops import OpFacts, nbytes_of, outputs_of, tensors_in
+from outgrow.tracing.ops import OpFacts, nbytes_of, outputs_of, parts_of, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,6 @@ NOTHING = Need(0, 0, measured=True, seen=True)
 # What cuBLAS and cuDNN take at first sight, beside what grows with the operands; their ops are these.
 _LIBRARY_BYTES = 128 << 20
 _OF_LIBRARIES = ("aten.convolution", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._cudnn", "aten.cudnn")
-# What sparse tensors are made of.
-_PARTS: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
-    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
-    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
-    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
-}
 # A step counter among an op's arguments makes a new signature in every step.
 _MOST_SIGNATURES = 1 << 16
 
@@ -148,7 +142,7 @@ def _item_signature(item: Any) -> Hashable:
 def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], extra: int) -> Need:
     tensors = tensors_in(args, kwargs)
     made = _output_bytes(func, facts, args, kwargs)
-    if made is None and any(tensor.layout in _PARTS for tensor in tensors) and "to_dense" not in facts.name:
+    if made is None and any(map(parts_of, tensors)) and "to_dense" not in facts.name:
         # Indices are sorted: both they and the values lie there in either order for a while.
         read = 3 * sum(map(_bytes_of_parts, tensors))
     else:
@@ -157,6 +151,8 @@ def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, 
         return Need(0, read + extra, measured=False, depends_on_data=True)
     if facts.writes:
         return Need(made, made, measured=False)
+    if func is torch.ops.aten.convolution.default and args[6]:  # transposed: its result as it comes, then laid out
+        read += made
     workspace = _guess_workspace(facts.name, read, made) + _columns_bytes(func, args, made)
     workspace += _partial_sums_bytes(func, args)
     if extra:  # a library that is refused nothing: what it takes beyond this passes the budget
@@ -166,11 +162,7 @@ def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, 
 
 def _bytes_of_parts(tensor: torch.Tensor) -> int:
     """What a tensor takes: of a sparse one the tensors that it is made of, not all of its zeros."""
-    return sum(nbytes_of(part(tensor)) for part in _PARTS.get(tensor.layout, (_whole,)))
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return sum(map(nbytes_of, parts_of(tensor) or (tensor,)))
 
 
 def _columns_bytes(func: Any, args: Sequence[Any], made: int) -> int:

@@ -131,7 +131,7 @@ class Pool:
         """
         self._unpark(record)
         key = (record.serial, tensor._version)
-        entry = self._entries.get(key)
+        entry = self._entries.get(key) or self._returned(record, tensor._version)
         is_new = entry is None
         if entry is None:
             entry = self._entries[key] = Entry(record, tensor.untyped_storage(), tensor._version)
@@ -141,6 +141,10 @@ class Pool:
         if is_new and is_oldest:
             self._recent.move_to_end(entry, last=False)
         return entry
+
+    def _returned(self, record: StorageRecord, version: int) -> Entry | None:
+        """The entry of a value that came back to this storage, or was made anew in it: graphs of gradients save it."""
+        return next((entry for entry in self._at.get(record.serial, ()) if entry.version == version), None)
 
     def drop(self, entry: Entry) -> None:
         """A saved tensor is gone; with the last one the value leaves the pool."""

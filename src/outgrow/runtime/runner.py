@@ -22,7 +22,7 @@ from outgrow.runtime.recompute import Recomputer
 from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.room import Room
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, OpTable, is_opaque, outputs_of, tensors_in, written_tensors
+from outgrow.tracing.ops import OpFacts, OpTable, is_opaque, outputs_of, parts_of, tensors_in, written_tensors
 from outgrow.tracing.recorder import accumulates_gradient
 
 
@@ -138,7 +138,7 @@ class Runner:
             recording.end()
         if is_free and not reuses:
             self._reuser.prove(signature, func, args, kwargs, result)
-        outputs = outputs_of(result)
+        outputs = [tensor for made in outputs_of(result) for tensor in (made, *parts_of(made))]
         for tensor in outputs:
             see(tensor)
         if parking.on:

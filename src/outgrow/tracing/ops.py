@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,12 @@ _OVERWRITING = frozenset(
 )
 # These draw random numbers and do not carry the tag.
 _UNTAGGED_DICE = frozenset({"random", "random_"})
+# What sparse tensors are made of.
+_PARTS: Mapping[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,13 @@ def is_opaque(tensor: torch.Tensor) -> bool:
     if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor):
         return True
     return tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor()
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that a sparse one is made of, as far as its layout tells; none for others."""
+    if tensor.layout is torch.strided:
+        return ()
+    return tuple(part(tensor) for part in _PARTS.get(tensor.layout, ()))
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
