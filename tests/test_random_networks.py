@@ -100,7 +100,7 @@ def test_gradients_equal_plain_pytorch_to_the_bit(description: tuple, seed: int,
     order=st.lists(st.integers(1, 3), min_size=6, max_size=10),
 )
 def test_whatever_kind_of_step_comes_next(description: tuple, seed: int, tightness: float, order: list[int]) -> None:
-    """Each size of batch is a kind of its own. They come in any order: expected, or not, or seen for the first time."""
+    """Each size of batch is a kind of its own. They come in any order, expected, or not, or for the first time."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(INPUT_CHANNELS, INPUT_CHANNELS, 1), build(description))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -143,7 +143,7 @@ class Pool:
         return entry
 
     def _returned(self, record: StorageRecord, version: int) -> Entry | None:
-        """The entry of a value that came back to this storage, or was made anew in it: graphs of gradients save it."""
+        """The entry of a value that came back to this storage, or was made anew: gradients' graphs save it again."""
         return next((entry for entry in self._at.get(record.serial, ()) if entry.version == version), None)
 
     def drop(self, entry: Entry) -> None:
