@@ -11,13 +11,14 @@ import torch
 from outgrow.runtime.care import Need
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.dice import Dice
+from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.threads import run_on_new_thread
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.tiers.reserve import Reserve
 from outgrow.tracing.ops import OpFacts
-from outgrow.tracing.probe import measured_call
+from outgrow.tracing.probe import is_profiled, measured_call
 
 # Libraries that try another algorithm, with other bits, where the first finds no workspace.
 _FALLS_BACK = ("convolution", "cudnn", "miopen", "rnn", "lstm", "gru")
@@ -32,8 +33,11 @@ _RunOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, int | None]
 class Calls:
     """Calls the ops of a session's steps."""
 
-    def __init__(self, device_type: str, pool: Pool, memory: DeviceMemory, convolutions: Convolutions) -> None:
+    def __init__(
+        self, device_type: str, pool: Pool, memory: DeviceMemory, fast_path: FastPath, convolutions: Convolutions
+    ) -> None:
         self._device_type = device_type
+        self._fast = fast_path
         self._pool = pool
         self._memory = memory
         self._convolutions = convolutions
@@ -108,7 +112,11 @@ class Calls:
                 self._pool.page_fault(error, need.likely_bytes, facts.name)
 
     def _measured_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
-        return measured_call(func, args, kwargs, self._device_type)
+        if not (is_profiled() and self._fast.counts_blocks):
+            return measured_call(func, args, kwargs, self._device_type)
+        with self._fast.measuring() as rise:
+            result = func(*args, **kwargs)
+        return result, rise()
 
     def _call_in_gate(
         self, nbytes: int, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -142,7 +142,7 @@ class Executor:
             compiled, ledger, memory, fast, convolutions, room, interrupts, hooks.come_here, current.came_to
         )
         self._table = OpTable()
-        self._calls = Calls(ledger.device_type, pool, memory, convolutions)
+        self._calls = Calls(ledger.device_type, pool, memory, fast, convolutions)
         self._runner = Runner(
             current,
             ledger,
@@ -224,7 +224,7 @@ class Executor:
                 stack.enter_context(self._compiled.around(mode, current.recording))
             else:  # nobody makes room, but what is made counts
                 stack.enter_context(self._fast.paused())
-            self._sees_functions = self._parking.on
+            self._sees_functions = self._saw_functions = self._parking.on
             if self._sees_functions:
                 stack.enter_context(Access(self._parking))
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
@@ -411,7 +411,7 @@ class Executor:
         if self._current.recording is not None or self._compiled or ticks.tick != ticks.number:
             return False  # what is recorded tells more without; and where something was unpacked, much was missed
         other = self._others.find(hooks.packs)
-        if other is None:
+        if other is None or (_lends(other.plan) and not self._saw_functions):
             return False
         parks = self._parking.is_for(other.plan) or (self._can_park and not other.fits)
         if not self._join_modes(parks=parks) or not self._others.turn_to(other):
@@ -449,9 +449,10 @@ class Executor:
             self._park_on_demand()
 
     def _park_on_demand(self) -> None:
+        """In the middle of the step: training state only if nobody can have got at its memory unseen before."""
         if self._can_park and not self._demand.on:
             self._parking.on_demand()
-            self._demand.begin(self._current.kinds, on=True)
+            self._demand.begin(self._current.kinds if self._saw_functions else {}, on=True)
 
     def _join_modes(self, *, parks: bool) -> bool:
         """Watch ops from here on, and what Python code does to tensors if anything may be parked. Whether that is so.
@@ -474,3 +475,8 @@ class Executor:
             self._sees_functions = True
             self._stack.enter_context(Access(self._parking))
         return True
+
+
+def _lends(plan: Plan) -> bool:
+    """Whether training state leaves by a plan."""
+    return any(plan.problem.is_state(item.value) for item in plan.parks)

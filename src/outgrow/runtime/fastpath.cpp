@@ -359,7 +359,17 @@ void outgrow_fastpath_followed(const void* storage, int is_followed) { note(foll
 // The bytes of this storage are not to be looked at from now on, or are again.
 void outgrow_fastpath_parked(const void* storage, int is_parked) { note(parked, storage, is_parked); }
 
-// Whether they are not.
+// Whether a storage may be resized, once more if it was only said that it may not: `numpy()` says so for good, however
+// soon the array goes.
+int outgrow_fastpath_make_resizable(c10::StorageImpl* storage) {
+  if (storage->resizable()) return 1;
+  const at::Allocator* const maker = storage->allocator();
+  if (maker == nullptr || storage->data_ptr().get_deleter() != maker->raw_deleter()) return 0;
+  storage->set_resizable(true);
+  return 1;
+}
+
+// Whether the bytes of a storage are not to be looked at.
 int outgrow_fastpath_is_parked(const void* storage) {
   const std::lock_guard guard(looking);
   return parked.count(storage) != 0;

@@ -12,7 +12,7 @@ import logging
 import os
 import subprocess
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -267,6 +267,13 @@ class FastPath:
         if self._library is not None:
             self._library.outgrow_fastpath_parked(record.address, is_parked)
 
+    def make_resizable(self, record: StorageRecord) -> bool:
+        """Whether a storage that is said to be fixed may be resized all the same, from now on.
+
+        An array that shared it says so for good. Ask only where nobody shares it any more.
+        """
+        return self._library is not None and bool(self._library.outgrow_fastpath_make_resizable(record.address))
+
     @property
     def asks_parked(self) -> int:
         """The address of `int (*)(address of a storage)`: whether its bytes may be away. 0 without a compiler."""
@@ -295,6 +302,18 @@ class FastPath:
                 self._count.count_out()
             if enters and self._lesson is not None and self._library is not None:
                 self._library.outgrow_fastpath_enter(ctypes.byref(self._state))
+
+    @property
+    def counts_blocks(self) -> bool:
+        """Whether that is counted block by block, so that the most of it is known."""
+        return self.counts and isinstance(self._count, ArenaCount)
+
+    @contextmanager
+    def measuring(self) -> Iterator[Callable[[], int | None]]:
+        """As `paused`; what is given tells afterwards how far live bytes rose inside at their highest."""
+        before = self._ledger.live_bytes
+        with self.paused():
+            yield lambda: None if self.most_bytes is None else max(0, self.most_bytes - before)
 
     @property
     def most_bytes(self) -> int | None:
@@ -341,6 +360,7 @@ def _library() -> ctypes.CDLL | None:
         function.restype = ctypes.c_int64
     library.outgrow_fastpath_followed.argtypes = (ctypes.c_void_p, ctypes.c_int)
     library.outgrow_fastpath_followed.restype = None
+    library.outgrow_fastpath_make_resizable.argtypes = (ctypes.c_void_p,)
     library.outgrow_fastpath_parked.argtypes = (ctypes.c_void_p, ctypes.c_int)
     library.outgrow_fastpath_parked.restype = None
     try:

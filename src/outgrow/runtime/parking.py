@@ -267,9 +267,11 @@ class Parking:
             and record.serial not in self._exposed
             and record.serial not in self._parked
             and record.nbytes == storage.nbytes()
-            and storage.resizable()
             and not storage.is_shared()
             and self.is_watched()
+            and (
+                storage.resizable() or (self.lending.is_state(record) and self._pool.fast_path.make_resizable(record))
+            )
         )
 
     def _drop(

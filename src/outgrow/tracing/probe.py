@@ -28,10 +28,15 @@ def measured_call(
     return result, found[0]
 
 
+def is_profiled() -> bool:
+    """Whether a profiler of the user's runs on this thread: nothing can be measured by ours meanwhile."""
+    return bool(_profiler._profiler_enabled())
+
+
 @contextmanager
 def probing(device_type: str, found: list[int | None]) -> Iterator[None]:
     """The same for all that runs inside; what was seen is added to `found` at its end."""
-    if _profiler._profiler_enabled() or not _switch_on():
+    if is_profiled() or not _switch_on():
         found.append(None)
         yield
         return
@@ -40,7 +45,7 @@ def probing(device_type: str, found: list[int | None]) -> Iterator[None]:
     except BaseException:
         _switch_off()
         raise
-    if not _profiler._profiler_enabled():
+    if not is_profiled():
         found.append(None)
         return
     try:
@@ -62,7 +67,7 @@ def _switch_on() -> bool:
 def _switch_off() -> None:
     """Stop the profiler if it runs, without a word: an error came before, and what was seen is of no use."""
     with suppress(MemoryError, RuntimeError):  # it is off all the same
-        if _profiler._profiler_enabled():
+        if is_profiled():
             _profiler._disable_profiler_legacy()
 
 
