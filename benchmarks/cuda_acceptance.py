@@ -13,10 +13,10 @@ run side by side, and first:
 
 The others have the GPU to themselves:
 
-- time: steps that take turns with plain PyTorch and with what users would do, each at the peer's measured peak; and
-  steps whose budget does not bind.
 - overlap: of the copies' time that the simulator says the computation hides, the share that it did hide.
 - workspaces: what each kind of `workspace=` takes and how fast it is, at the same budget.
+- time: steps that take turns with plain PyTorch and with what users would do, each at the peer's measured peak; and
+  steps whose budget does not bind. It comes last, as each of its rows stands by itself.
 
 Everything that trains is a process of its own (`cuda_worker.py`), with expandable segments unless the environment
 says otherwise. The exit status is 2 where there is no GPU, 1 if a result differs or a budget was passed, else 0.
@@ -98,8 +98,10 @@ class WorkerFailed(Exception):
 class Worker:
     """A process that trains when it is told to. It starts at once, and is waited for when it is first used."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, until: float) -> None:
+        """It is waited for `until` then at the longest, on the clock of `time.perf_counter`."""
         self.spec = spec
+        self._until = until
         command = [sys.executable, str(Path(__file__).with_name("cuda_worker.py")), spec.to_json()]
         usual = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         self._process = subprocess.Popen(
@@ -157,7 +159,8 @@ class Worker:
 
     def _answer(self, limit: float) -> dict[str, Any]:
         try:
-            line = self._lines.get(timeout=max(1.0, limit))
+            limit = max(1.0, min(limit, self._until - time.perf_counter()))
+            line = self._lines.get(timeout=limit)
         except Empty:
             self._failed = f"took longer than {limit:.0f} s"
             raise WorkerFailed(self.spec, self._failed) from None
@@ -194,6 +197,10 @@ class Bench:
         self.result: dict[str, Any] = {"environment": environment() | gpu(), "failures": {}}
         self.bad: list[str] = []
         self._saving = Lock()
+
+    def worker(self, spec: Spec) -> Worker:
+        """One that is given up ten seconds before the end."""
+        return Worker(spec, self._began + self._limit - 10)
 
     @property
     def left(self) -> float:
@@ -266,7 +273,7 @@ class Bench:
     ) -> list[dict[str, Any]]:
         spec = Spec(name, size, batch, deterministic=True)
         try:
-            with Worker(spec) as plain, Worker(spec) as again:
+            with self.worker(spec) as plain, self.worker(spec) as again:
                 truth = plain.run(_EQUALITY_STEPS, 120) | plain.run(0, 60)
                 repeats = again.run(2, 120) | again.run(_EQUALITY_STEPS - 2, 120) | again.run(0, 60)
         except WorkerFailed as error:
@@ -283,7 +290,7 @@ class Bench:
         row: dict[str, Any] = {"spec": asdict(spec), "share": share}
         where = f"{spec.network} at {share:.0%}, {spec.policy}"
         try:
-            with Worker(spec) as worker:
+            with self.worker(spec) as worker:
                 ours = worker.run(_EQUALITY_STEPS, 150) | worker.run(0, 60)
         except WorkerFailed as error:
             self.judge(False, f"{where}: {error}")
@@ -305,7 +312,7 @@ class Bench:
         spec = Spec(name, size, batch, tf32=False)
         row: dict[str, Any] = {"spec": asdict(spec), "share": share}
         try:
-            with Worker(spec) as worker:
+            with self.worker(spec) as worker:
                 row |= worker.gradients(_EQUALITY_STEPS, share, max(150.0, self.left - 30))
         except WorkerFailed as error:
             self.judge(False, f"{name}, TF32 off: {error}")
@@ -328,7 +335,7 @@ class Bench:
         budget = int(wanted)
         if wanted <= 1:
             try:
-                with Worker(spec) as plain:
+                with self.worker(spec) as plain:
                     plain.run(2, 60)
                     row["plain"] = plain.run(2, 60)
             except WorkerFailed as error:
@@ -337,7 +344,7 @@ class Bench:
             budget = int(row["plain"]["peak_allocated"] * wanted)
         row["budget"] = budget
         try:
-            with Worker(replace(spec, budget=budget)) as worker:
+            with self.worker(replace(spec, budget=budget)) as worker:
                 row["ours"] = ours = worker.run(_WARMUP + 4, 120)
         except WorkerFailed as error:
             self.judge(False, f"{spec.network}: {error}")
@@ -354,19 +361,19 @@ class Bench:
         with ExitStack() as stack:  # all start at once, and wait for their turn
             cast: list[tuple[Worker, list[tuple[Worker | None, Worker]]]] = []
             for name, size, batch, peers in _TIMED:
-                batch = batch if self.result["environment"].get("gpu_bytes", 0) >= 120 << 30 else batch // 2
+                batch = batch if is_large() else batch // 2
                 spec = Spec(name, size, batch, channels_last=_has_images(name))
-                plain = stack.enter_context(Worker(spec))
+                plain = stack.enter_context(self.worker(spec))
                 pairs: list[tuple[Worker | None, Worker]] = []
                 for peer in peers:
                     if self._peers is not None and peer not in self._peers:
                         continue
-                    rival = stack.enter_context(Worker(replace(spec, peer=peer))) if peer else None
+                    rival = stack.enter_context(self.worker(replace(spec, peer=peer))) if peer else None
                     # What a peer sends away, however small, we may as well.
                     least = OFFLOADED_BYTES if peer == "offload_all" else spec.least_moved_bytes
                     # And what it compiles as a whole, we may block by block.
                     own = replace(spec, least_moved_bytes=least, compiled=peer.startswith("compiled"))
-                    pairs.append((rival, stack.enter_context(Worker(own))))
+                    pairs.append((rival, stack.enter_context(self.worker(own))))
                 cast.append((plain, pairs))
             self._compile([worker for _, pairs in cast for pair in pairs for worker in pair if worker is not None])
             for plain, pairs in cast:
@@ -444,8 +451,8 @@ class Bench:
         spec = Spec("resnet-50", 224, 128, channels_last=True)
         policies = ("vdnn-all", "accudnn")
         with ExitStack() as stack:  # all start at once, and wait for their turn
-            workers = [stack.enter_context(Worker(replace(spec, policy=policy))) for policy in policies]
-            with Worker(spec) as plain:
+            workers = [stack.enter_context(self.worker(replace(spec, policy=policy))) for policy in policies]
+            with self.worker(spec) as plain:
                 plain.run(2, 60)
                 budget = int(plain.run(2, 60)["peak_allocated"] * _OVERLAP_SHARE)
             return [self.note("overlap", self._overlap_row(worker, budget)) for worker in workers]
@@ -476,8 +483,8 @@ class Bench:
         """VGG-16, whose convolutions want the largest workspaces, by what they may hold."""
         spec = Spec("vgg-16", 224, 64)
         with ExitStack() as stack:  # all start at once, and wait for their turn
-            plain = stack.enter_context(Worker(spec))
-            workers = [stack.enter_context(Worker(replace(spec, workspace=kind))) for kind in _KINDS]
+            plain = stack.enter_context(self.worker(spec))
+            workers = [stack.enter_context(self.worker(replace(spec, workspace=kind))) for kind in _KINDS]
             plain.run(2, 60)
             peak = plain.run(2, 60)["peak_allocated"]
             seconds = plain.run(4, 60)["seconds"]
@@ -503,7 +510,7 @@ class Bench:
     def deep(self) -> dict[str, Any]:
         """ResNet-2504 at batch 16 in 12 GB."""
         spec = Spec("resnet-2504", 224, 16, budget=_TWELVE_GB, channels_last=True, momentum=0.0)
-        with Worker(spec) as worker:
+        with self.worker(spec) as worker:
             first = worker.run(1, self.left - 20)
             row: dict[str, Any] = {"spec": asdict(spec), "first": first}
             self.result["deep"] = row
@@ -517,6 +524,11 @@ def _has_images(network: str) -> bool:
     return find(network).kind != "text"
 
 
+def is_large() -> bool:
+    """Whether the GPU holds all that may run side by side: some 110 GB."""
+    return torch.cuda.get_device_properties(0).total_memory >= 120 << 30
+
+
 def gpu() -> dict[str, Any]:
     """The GPU, as far as there is anything to say about it."""
     properties = torch.cuda.get_device_properties(0)
@@ -526,7 +538,7 @@ def gpu() -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the figures; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*_UNTIMED, "time", "overlap", "workspaces")
+    names = (*_UNTIMED, "overlap", "workspaces", "time")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cuda.json"), help="a JSON file")
     parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--peers", nargs="+", metavar="NAME", help='peers to time; "" is a budget that does not bind')
@@ -536,7 +548,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no CUDA device that PyTorch can use: nothing was measured", file=sys.stderr)
         return 2
     bench = Bench(given.output, given.seconds, given.peers)
-    bench.side_by_side([name for name in given.sections if name in _UNTIMED])
+    untimed = [name for name in given.sections if name in _UNTIMED]
+    if is_large():
+        bench.side_by_side(untimed)
+    else:
+        for group in (_UNTIMED[:2], _UNTIMED[2:]):
+            bench.side_by_side([name for name in untimed if name in group])
     for name in given.sections:
         if name not in _UNTIMED:
             bench.section(name, getattr(bench, name))

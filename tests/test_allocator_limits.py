@@ -37,7 +37,8 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> CachingAllocator:
             raise torch.OutOfMemoryError("CUDA out of memory") from error
 
     def stats(device: torch.device) -> dict[str, Any]:
-        return {"num_ooms": model.ooms, "num_alloc_retries": model.retries}
+        blocks = {"all": {"current": model.allocated_bytes, "peak": model.most_allocated_bytes}}
+        return {"num_ooms": model.ooms, "num_alloc_retries": model.retries, "allocated_bytes": blocks}
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (TOTAL_BYTES, TOTAL_BYTES))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)

@@ -29,6 +29,7 @@ from outgrow.networks.transformer import Block
 from outgrow.papers.trial import Trial, measurer_here
 from outgrow.planning.policies import Policy
 from outgrow.runtime.frontend import Frontend
+from outgrow.runtime.hooks import Hooks
 from steps import RandomDecisions, RecomputeAll
 
 # Before the first product: cuBLAS adds up in the same order each time only with workspaces of its own.
@@ -248,7 +249,17 @@ def test_what_does_not_fit_into_pinned_memory_goes_by_way_of_the_disk(
     assert ours.peak_bytes <= budget
 
 
-def test_most_ops_of_a_step_run_past_the_mode() -> None:
+def test_most_ops_of_a_step_run_past_the_mode_and_most_saved_tensors_past_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_python: list[int] = []
+    pack = Hooks._pack
+
+    def packed(self: Hooks, tensor: torch.Tensor) -> Any:
+        in_python[-1] += 1
+        return pack(self, tensor)
+
+    monkeypatch.setattr(Hooks, "_pack", packed)
     training = Training("gpt-12x384", 256, 8)
     plain = train_plain(lambda: Training("gpt-12x384", 256, 8), 6)
     fresh()
@@ -257,11 +268,14 @@ def test_most_ops_of_a_step_run_past_the_mode() -> None:
     with outgrow.Session(training.model, training.optimizer, budget=budget, **PLACE) as session:
         torch.manual_seed(1)
         for k in range(6):
+            in_python.append(0)
             with session.step():
                 losses.append(float(training.step(k)))
         plan, fast_path = session.plan, session._pool.fast_path
         assert plan is not None
         assert fast_path.passed > 0.5 * len(plan.problem.trace.ops)
+        assert session._executor._staying._stays is not None, "saved tensors that stay go through Python"
+        assert 2 * in_python[-1] < len(plan.problem.trace.saved)
     assert losses == plain.losses
     assert torch.cuda.max_memory_allocated() <= budget
 

@@ -26,6 +26,7 @@ class Allocator:
 
     share: float = 1.0
     allocated: int = GiB
+    highest: int = GiB
     reserved: int = 2 * GiB
     ooms: int = 3
     retries: int = 0
@@ -42,7 +43,7 @@ class Allocator:
 
     def stats(self, device: torch.device) -> dict[str, Any]:
         return {
-            "allocated_bytes": {"all": {"current": self.allocated}},
+            "allocated_bytes": {"all": {"current": self.allocated, "peak": self.highest}},
             "reserved_bytes": {"all": {"current": self.reserved}},
             "num_ooms": self.ooms,
             "num_alloc_retries": self.retries,
@@ -165,6 +166,32 @@ def test_a_librarys_op_that_nobody_knows_is_refused_nothing(allocator: Allocator
         assert allocator.share == 1.0
     # Where a plan will want the same blocks again, they are not given back for it.
     assert allocator.emptied == emptied + (not planned)
+
+
+def test_what_takes_many_blocks_has_nothing_given_back_for_it(allocator: Allocator) -> None:
+    """One block of all that it takes may not be there, though it is in free blocks of many sizes."""
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+    allocator.reserved = 10 * GiB
+    before = allocator.share
+    with memory.gate_for_many(GiB):
+        assert not allocator.asked
+        assert allocator.emptied == 1  # as the session began
+        assert allocator.share * 100 * GiB >= 11 * GiB
+    assert allocator.share == before
+
+
+def test_the_allocators_own_peak_is_the_steps_if_it_rose_in_it(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+    allocator.highest = 5 * GiB  # in an earlier step
+    memory.begin_step(planned=True, again=False)
+    assert memory.highest_bytes() is None
+    allocator.highest = 6 * GiB
+    assert memory.highest_bytes() == 6 * GiB
+    memory.end_step()
+    memory.begin_step(planned=True, again=True)
+    assert memory.highest_bytes() is None
+    allocator.highest = 2 * GiB  # the program had it forgotten in the middle of the step
+    assert memory.highest_bytes() == 2 * GiB
 
 
 def test_the_wall_is_there_again_after_an_error_in_the_gate(allocator: Allocator) -> None:

@@ -60,6 +60,12 @@ class CountedRam(Ram):
         self.gates += 1
         return nullcontext()
 
+    def gate_for_many(self, nbytes: int) -> AbstractContextManager[None]:
+        return self.gate(nbytes)
+
+    def highest_bytes(self) -> int | None:
+        return None
+
     def openly(self, nbytes: int) -> AbstractContextManager[None]:
         self.opens += 1
         return nullcontext()

@@ -35,6 +35,7 @@ QUIET = StepOutcome(
     blind=False,
     followed=True,
     proved=False,
+    fits=False,
     packs=(),
 )
 

@@ -92,7 +92,8 @@ def test_gradients_equal_plain_pytorch_to_the_bit(description: tuple, seed: int,
             assert session.summary().measured_peak_bytes <= budget or k == 0
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck))
+# Twice as many steps for each, and as many traces.
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=settings().max_examples // 3)
 @given(
     description=descriptions,
     seed=st.integers(0, 2**32 - 1),

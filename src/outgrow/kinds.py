@@ -62,6 +62,11 @@ class StepKind:
     is_foreign: bool = False
     syncs: tuple[bool, ...] = ()
 
+    @property
+    def likely_peak(self) -> int:
+        """Live bytes at the peak of a step that nobody measured: in the recorded one more may have left."""
+        return max(self.measured_peak, self.plan.expected_peak_bytes)
+
     def learn(self, plan: Plan, *, steady: bool, measured_peak: int, plan_seconds: float) -> None:
         """The step was recorded anew, and planned from that."""
         if not _alike(self.plan.problem.trace, plan.problem.trace):

@@ -392,7 +392,7 @@ class Session:
         if outcome.knows_peak:
             self._peak = max(self._peak, outcome.peak_bytes)
         elif outcome.followed and expected is not None:
-            self._peak = max(self._peak, expected.measured_peak)
+            self._peak = max(self._peak, expected.likely_peak)
         if error is not None:
             if outcome.failure is not None:
                 error.add_note(str(outcome.failure))
@@ -404,8 +404,9 @@ class Session:
         begun = expected.plan if self._kinds.has_turned and expected is not None else self._begun
         plan = begun if outcome.followed else None
         self._kinds.count()
-        if expected is not None and plan is not None and recorder is None and outcome.fits:
-            expected.fits = True
+        if expected is not None and plan is not None and recorder is None:
+            # What was proved will be dropped from now on, and wants room when it is made anew.
+            expected.fits = outcome.fits or (expected.fits and not outcome.proved)
         is_known_well = outcome.followed and expected is not None and expected.steady
         if recorder is not None and not is_known_well:
             kinds = storage_kinds(self._ledger, self._models, self._optimizers)
@@ -524,7 +525,7 @@ class Session:
         away = outcome.planned_bytes + outcome.evicted_bytes
         peak = outcome.peak_bytes
         if kind is not None and plan is not None and not outcome.knows_peak:
-            peak = kind.measured_peak
+            peak = kind.likely_peak
         summary = Summary(
             policy=self._policy.name,
             budget_bytes=self.budget_bytes,

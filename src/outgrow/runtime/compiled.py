@@ -49,7 +49,8 @@ class _Visit:
     own_bytes: int  # how far it lifts them for certain, beside what comes back meanwhile
     stack: ExitStack
     opened: int | None = None  # the op in the recorder
-    arrived_bytes: int = 0  # of saved values that came back meanwhile
+    arrived_bytes: int = 0  # of saved values that came back meanwhile, those that left again for others with them
+    settled_bytes: int = 0  # how much more was live when the last of them was handed out
     rise: list[int | None] = field(default_factory=list)  # what the probe saw
 
 
@@ -131,6 +132,14 @@ class CompiledCode:
             ahead = visit.own_bytes if visit.task != -1 else 0
             visit.highest_bytes = max(visit.highest_bytes, self._ledger.live_bytes + ahead)
 
+    def unpacked(self) -> None:
+        """A saved value was handed out, and all that had to leave for it has left."""
+        visit = self._visit
+        if visit is not None and visit.arrived_bytes:
+            visit.settled_bytes = max(0, self._ledger.live_bytes - visit.before_bytes)
+            if self._recording is not None:  # to wait for copies is not the code's own time
+                self._recording.begin_late()
+
     # --- forward ---
 
     def _run(self, module: torch.nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +217,7 @@ class CompiledCode:
             if known is None:
                 stack.enter_context(self._memory.openly(0))
             else:
-                stack.enter_context(self._memory.gate(known + self._wants[key]))
+                stack.enter_context(self._memory.gate_for_many(known + self._wants[key]))
             stack.enter_context(self._convolutions.aside())
             stack.enter_context(self._fast.paused())
             stack.enter_context(self._room.holding_back(known or guess or 0, is_certain=known is not None))
@@ -241,7 +250,7 @@ class CompiledCode:
             whole = self._fast.most_bytes - visit.before_bytes
         if whole is not None:
             visit.highest_bytes = visit.before_bytes + whole
-            visit.own_bytes = max(0, whole - visit.arrived_bytes)
+            visit.own_bytes = max(0, whole - visit.settled_bytes)
             self._guesses[visit.alike] = visit.own_bytes
         # Where a compiler tries kernels out on a device, it may have done so just now.
         is_sure = whole is not None and (self._fast.most_bytes is not None or visit.key in self._tried)

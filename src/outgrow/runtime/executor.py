@@ -136,6 +136,7 @@ class Executor:
             interrupts,
             self._tick,
             self._make_way,
+            self._unpacked,
         )
         self._staying = hooks.staying
         self._compiled = CompiledCode(
@@ -252,9 +253,11 @@ class Executor:
                 self._parking.end()
             current.look()
             knows_peak = current.is_watched
-            if self._is_counted_by_blocks and self._fast.most_bytes is not None:
-                current.came_to(self._fast.most_bytes)
-                knows_peak = True
+            if self._is_counted_by_blocks:
+                most = self._memory.highest_bytes() if self._fast.most_bytes is None else self._fast.most_bytes
+                if most is not None:
+                    current.came_to(most)
+                    knows_peak = True
             if self._fast.peak_bytes > current.peak_bytes:
                 current.peak_bytes, current.leaving_at_peak = self._fast.peak_bytes, self._pool.most_leaving_bytes
             seconds = time.perf_counter() - self._started
@@ -370,6 +373,10 @@ class Executor:
             self._current.look()
         else:
             self._depart()
+
+    def _unpacked(self) -> None:
+        """A saved value was handed out."""
+        self._compiled.unpacked()
 
     def _make_way(self, handle: Handle) -> None:
         """A saved value is about to come back."""

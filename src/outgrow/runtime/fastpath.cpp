@@ -344,7 +344,7 @@ int outgrow_fastpath_enter(State* now) {
 
 // The step that began on this thread ends.
 void outgrow_fastpath_leave(State* now) {
-  if (now->device >= 0) state_of_gpu.store(nullptr);
+  if (State* own = now; now->device >= 0) state_of_gpu.compare_exchange_strong(own, nullptr);
   state = nullptr;
   c10::impl::tls_set_dispatch_key_included(kKey, false);
 }

@@ -67,9 +67,11 @@ class Hooks:
         interrupts: Interrupts,
         tick: Ticking,
         make_way: Callable[[Handle], None],
+        unpacked: Callable[[], None],
     ) -> None:
         """`tick` is told of each tick, and `make_way` before that of a saved tensor that has to come back.
 
+        `unpacked` is told when one is handed out that may have come back.
         `interrupts` wait until packs and unpacks are booked.
         """
         self._current = current
@@ -84,6 +86,7 @@ class Hooks:
         self._interrupts = interrupts
         self._tick = tick
         self._make_way = make_way
+        self._unpacked = unpacked
         # The backward pass of a GPU runs on a thread of autograd's own, while the one that asked for it waits.
         self.changes_threads = ledger.device_type != "cpu"
         self._thread = threading.get_ident()
@@ -133,9 +136,10 @@ class Hooks:
             self.released(self._released_elsewhere.popleft())
 
     def _look(self) -> None:
-        """Now and then in a step that nobody watches: let in who waits, and look at the resident set."""
+        """Now and then in a step that nobody watches: let in who waits, and look at what there is."""
         if self._interrupts.waiting:
             self._interrupts.check()
+        self._current.look()
         self._memory.make_room(0)
 
     # --- what autograd saves ---
@@ -247,6 +251,7 @@ class Hooks:
             self._pool.wait_in(entry)
             tensor = handle.rebuild(storage)
             self._room.fill_up()
+            self._unpacked()
             return tensor
 
     # --- what it lets go of ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -11,9 +12,9 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -84,6 +85,15 @@ def build_ahead(*codes: Code) -> None:
                     building.result()
 
 
+@contextmanager
+def _alone_with(source: Path) -> Iterator[None]:
+    """While this lasts, other processes that want to compile a source wait, where the file system can do that."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            fcntl.flock(stack.enter_context(source.open("rb")), fcntl.LOCK_EX)
+        yield
+
+
 def built(code: Code) -> Path:
     """The compiled code, from the cache or built now.
 
@@ -99,10 +109,12 @@ def built(code: Code) -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
         raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
-    _LOG.info("compiling %s, once", code.source.name)
     folder = target.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with _alone_with(code.source), tempfile.TemporaryDirectory(dir=folder) as work:
+        if target.exists():
+            return target
+        _LOG.info("compiling %s, once", code.source.name)
         made = Path(work) / target.name
         command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", *(f"-I{include}" for include in code.includes)]
         command += [str(code.source), "-o", str(made)]

@@ -63,7 +63,7 @@ class Recomputer:
         seconds: time spent on making values anew in this step.
         spans: the same as marks on the device, where it has a clock of its own.
         nbytes: bytes of the values that were made anew in this step.
-        proofs: recipes that were tried beside the true values in this step, or would have been had there been room.
+        proofs: recipes that were tried beside the true values in this step, as far as there was room.
     """
 
     def __init__(
@@ -185,7 +185,6 @@ class Recomputer:
         """The true value is still there: make it anew and compare, once for each kind of step."""
         true = entry.storage
         assert true is not None
-        self.proofs += 1
         try:
             with self._pool.sources_of(entry, recipe):
                 made = self._replay(recipe)
@@ -195,6 +194,7 @@ class Recomputer:
         except OutgrowError:  # no room to try
             self._verdicts.cramped[first_save] += 1
             return False
+        self.proofs += 1
         (self._verdicts.good if same else self._verdicts.bad).add(first_save)
         return same
 

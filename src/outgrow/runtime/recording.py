@@ -48,6 +48,12 @@ class Recording:
         self._began = self._clock.mark_alone() if self._clock is not None and is_timed else None
         self._started = time.perf_counter()
 
+    def begin_late(self) -> None:
+        """It begins only now: what it did so far was to wait."""
+        if self._began is not None and self._clock is not None:
+            self._began = self._clock.mark_alone()
+        self._started = time.perf_counter()
+
     def begin_anew(self, mark: Mark | None) -> None:
         """What it did before `mark` it will not do again: it tried ways out. None: it did not."""
         if self._began is not None and mark is not None:

@@ -85,6 +85,7 @@ class CudaMemory:
         self._refused = self._counter("num_ooms")
         self._at_end: tuple[int, int] | None = None  # retries and reserved bytes when the last step was over
         self._is_planned = False
+        self._highest_before = 0
         self.is_open = False
         # Free blocks of the time before would count against the wall.
         torch.cuda.empty_cache()
@@ -120,6 +121,7 @@ class CudaMemory:
         give blocks back meanwhile. A wall of the user's that is nearer than ours stays where it is.
         """
         self._is_planned = planned
+        self._highest_before = self._highest()
         is_as_it_was = self._at_end == self._state()
         is_ours = self._usual_share * self._total >= self._wall + _PIECES_BYTES
         self.is_open = again and self._is_calm and is_as_it_was and is_ours
@@ -184,6 +186,20 @@ class CudaMemory:
                     found = self._finds(nbytes)
         with self._moved_to(self._now()[1] + (_SMALL_PIECES_BYTES if found else nbytes + _PIECES_BYTES)):
             yield
+
+    @contextmanager
+    def gate_for_many(self, nbytes: int) -> Iterator[None]:
+        """Inside, `nbytes` in blocks of any sizes are found: to ask for one that large has free ones given back."""
+        with self._moved_to(self._now()[1] + nbytes + _PIECES_BYTES):
+            yield
+
+    def highest_bytes(self) -> int | None:
+        """The most that the allocator gave out in this step, if that is more than it ever did before.
+
+        It keeps the highest of all, which is the user's to read, and to forget.
+        """
+        highest = self._highest()
+        return highest if highest != self._highest_before else None
 
     @contextmanager
     def openly(self, nbytes: int) -> Iterator[None]:
@@ -269,6 +285,9 @@ class CudaMemory:
             return self._ledger.count.in_all
         stats = self._stats()
         return int(stats["allocated_bytes"]["all"]["current"]), int(stats["reserved_bytes"]["all"]["current"])
+
+    def _highest(self) -> int:
+        return int(self._stats()["allocated_bytes"]["all"]["peak"])
 
     def _state(self) -> tuple[int, int]:
         """How often the allocator gave free blocks back to find room, and what it holds."""

@@ -55,6 +55,12 @@ class DeviceMemory(Protocol):
     def gate(self, nbytes: int) -> AbstractContextManager[None]:
         """Inside runs an op that adds `nbytes` and does something else where it is refused some of them."""
 
+    def gate_for_many(self, nbytes: int) -> AbstractContextManager[None]:
+        """Inside runs what adds `nbytes` in many blocks, of which nobody knows the sizes."""
+
+    def highest_bytes(self) -> int | None:
+        """The most that an allocator gave out in this step; None where that is not known."""
+
     def openly(self, nbytes: int) -> AbstractContextManager[None]:
         """Inside runs an op that nobody saw before, that does something else where it is refused memory.
 

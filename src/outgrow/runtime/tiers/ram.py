@@ -91,6 +91,13 @@ class Ram:
         """Nothing to do: what is refused memory on a CPU says so."""
         return nullcontext()
 
+    def gate_for_many(self, nbytes: int) -> AbstractContextManager[None]:
+        """Nothing to do: what is refused memory on a CPU says so."""
+        return nullcontext()
+
+    def highest_bytes(self) -> None:
+        """The arena counts for whoever asks it to."""
+
     def openly(self, nbytes: int) -> AbstractContextManager[None]:
         """Nothing to do: what is refused memory on a CPU says so."""
         return nullcontext()
