@@ -17,6 +17,8 @@ TIMED_STEPS = 3
 _MOST_RECORDINGS = 4
 # After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
 _RECORDINGS_AFTER_DEPARTURE = 8
+# After a step that turned out to be of another kind, so many are watched from their begin.
+_WATCHED_AFTER_TURN = 16
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
 _MOST_KINDS = 32
 # Situations after which it is remembered what came; more than that have no pattern.
@@ -134,6 +136,7 @@ class Kinds:
         """`make_way` says whether a plan may have so many bytes of the next tier."""
         self._make_way = make_way
         self.has_turned = False
+        self._turned_at = -1
         self.expected: StepKind | None = None
         self.steps = 0
         self._all: list[StepKind] = []
@@ -181,7 +184,13 @@ class Kinds:
         if kind.plan.spill_bytes and not self._make_way(kind.plan.spill_bytes):
             return False
         self.expected, self.has_turned = kind, True
+        self._turned_at = self.steps
         return True
+
+    @property
+    def come_in_no_order(self) -> bool:
+        """Whether the step that begins may well be of another kind than is expected, for all that came lately."""
+        return self._turned_at >= max(0, self.steps - _WATCHED_AFTER_TURN)
 
     def count(self) -> None:
         """A step ended without an error."""

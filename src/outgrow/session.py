@@ -357,6 +357,7 @@ class Session:
         watch = records or plan is None or self._wary or self._watches_all or not keeps_everything(plan)
         # What the plan knows nothing of may take its room; graphs of earlier steps have to leave for it.
         watch = watch or self._is_fuller_than(plan) or any(True for _ in self._pool.spare())
+        watch = watch or self._kinds.come_in_no_order  # what goes by another plan later has its ops pass then, too
         verdicts = Verdicts() if kind is None else kind.verdicts
         with ExitStack() as undo:
             if self._recorder is not None:

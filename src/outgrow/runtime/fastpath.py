@@ -11,7 +11,6 @@ import ctypes
 import logging
 import os
 import subprocess
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from outgrow.planning.plan import Plan
+from outgrow.runtime.by_plan import ByPlan
 from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.tiers.arena import ArenaCount
 from outgrow.runtime.tiers.cuda import AllocatorCount
@@ -33,8 +33,6 @@ _LOG = logging.getLogger(__name__)
 CODE = Code(Path(__file__).with_name("fastpath.cpp"), ("c10", "torch_cpu"))
 # The dispatch key that native code sees ops on: PyTorch has it and makes no use of it.
 KEY = "TESTING_ONLY_GenericMode"
-# Plans whose steps are known: a data loader's last batch has one of its own.
-_MOST_LESSONS = 4
 # A number among an op's arguments may be another one in every step, so that its need is never known beforehand.
 _MOST_STEPS_OF_A_LESSON = 3
 # What is noted of an op that needs care. Of one that does not: the bytes that it adds; or, if it writes to something,
@@ -92,7 +90,6 @@ class _Lesson:
     `steps` are those that were so far; `goes_on` says that the last one measured what may pass once that is known.
     """
 
-    plan: Plan
     needs: Any
     expected: Any
     is_over: bool = False
@@ -123,7 +120,7 @@ class FastPath:
         self._ram = ram
         self._gpu = gpu
         self._ledger = ledger
-        self._lessons: deque[_Lesson] = deque(maxlen=_MOST_LESSONS)
+        self._lessons: ByPlan[_Lesson] = ByPlan()
         self._lesson: _Lesson | None = None
         self._count: ArenaCount | AllocatorCount | None = None
         self.learns = False
@@ -161,11 +158,11 @@ class FastPath:
         self.learns = False
         if self._library is None or plan is None or modes != 1 or not self._has_memory:
             return
-        lesson = next((known for known in self._lessons if known.plan.moves_as(plan)), None)
+        lesson = self._lessons.find(plan)
         if lesson is None:
             length = len(plan.problem.trace.ops)
-            lesson = _Lesson(plan, (ctypes.c_int64 * length)(), (_Expected * length)())
-            self._lessons.append(lesson)
+            lesson = _Lesson((ctypes.c_int64 * length)(), (_Expected * length)())
+            self._lessons.add(plan, lesson)
         if lesson.is_over and not may_pass:
             return
         if not lesson.is_over:
@@ -189,7 +186,7 @@ class FastPath:
         if self.learns and followed:
             self._lesson.end()
         elif self.learns:
-            self._lessons.remove(self._lesson)
+            self._lessons.forget(self._lesson)
         self._lesson = None
         self.learns = False
 

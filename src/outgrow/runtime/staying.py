@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import subprocess
 from array import array
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from outgrow.planning.agenda import actions_of, stays_of
 from outgrow.planning.plan import Plan
+from outgrow.runtime.by_plan import ByPlan
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.handles import Handle, Owner, changed
 from outgrow.runtime.native import Code, built, once
@@ -35,8 +35,6 @@ _LOG = logging.getLogger(__name__)
 
 CODE = Code(Path(__file__).with_name("staying.cpp"), ("c10", "torch_cpu", "torch_python"), for_python=True)
 _MODULE = "outgrow_staying"
-# Plans whose steps are known, as many as have lessons (`fastpath.py`).
-_MOST_PLANS = 4
 # The roles and columns of `Expected` in staying.cpp.
 _MOVES, _STAYS, _IS_STATE = range(3)
 _COLUMNS = 4
@@ -110,7 +108,7 @@ class Staying:
         self._ledger = ledger
         self._pool = pool
         self._nothing = nothing
-        self._known: deque[tuple[Plan, array[int], array[int]]] = deque(maxlen=_MOST_PLANS)
+        self._known: ByPlan[tuple[array[int], array[int]]] = ByPlan()
         self._expected: array[int] | None = None
         self._kinds: Mapping[int, Kind] = {}
         self.pack, self.unpack = hooks
@@ -143,11 +141,11 @@ class Staying:
         stays, self._kinds = self._stays, kinds
         if stays is None:
             return
-        known = next((item for item in self._known if item[0].moves_as(plan)), None)
+        known = self._known.find(plan)
         if known is None:
-            known = (plan, *_expected(plan))
-            self._known.append(known)
-        _, self._expected, codes = known
+            known = _expected(plan)
+            self._known.add(plan, known)
+        self._expected, codes = known
         stays.expect(self._expected, codes)
         count = self._ledger.count
         stays.counts_all = isinstance(count, AllocatorCount)
