@@ -267,14 +267,17 @@ class ParkToFit:
 class RandomDecisions:
     """Keeps, offloads or drops each value, and reuses memory, at random; copies, waits and drops at random ticks.
 
-    What is made anew for another's sake stays or goes, at random too.
+    What is made anew for another's sake stays or goes, at random too. If it `parks`, what does is given places in the
+    next tier in no order; each kind of step has other decisions then.
     """
 
     seed: int
     name: str = "random"
+    parks: bool = False
 
     def plan(self, problem: Problem) -> Plan:
-        draw = random.Random(self.seed)
+        kind = sum(saved.nbytes for saved in problem.trace.saved) if self.parks else 0
+        draw = random.Random(self.seed + kind)
         offloads = [
             Offload(
                 value=item.value,
@@ -297,4 +300,13 @@ class RandomDecisions:
             if item.value not in gone and problem.recipes.find(item.value) is not None and draw.random() < 0.7
         ]
         reuses = tuple(op for op in reusable_ops(problem) if draw.random() < 0.7)
-        return make_plan(self.name, problem, tuple(offloads), tuple(recomputes), reuses=reuses)
+        gone |= {item.value for item in recomputes}
+        parks = [
+            item
+            for gap in (gaps(problem) if self.parks else ())
+            if gap.value not in gone and draw.random() < 0.5 and (item := park(problem, gap)) is not None
+        ]
+        if self.parks:
+            draw.shuffle(parks)
+            draw.shuffle(offloads)
+        return make_plan(self.name, problem, tuple(offloads), tuple(recomputes), parks=tuple(parks), reuses=reuses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from itertools import chain, cycle, islice
 from random import Random
@@ -18,6 +19,7 @@ from outgrow.runtime.executor import Executor
 from steps import (
     Make,
     ParkAll,
+    RandomDecisions,
     RecomputeAll,
     Training,
     bounds_of,
@@ -45,21 +47,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ],
 )
 def test_kinds_that_take_turns_are_foretold_once_each_turn_was_seen(pattern: str, unforeseen: int) -> None:
-    turns, kinds = Turns(), {name: object() for name in pattern}
-    foretold = []
+    turns, foretold = Turns(), []
     for name in islice(cycle(pattern), 5 * len(pattern)):
-        foretold.append(turns.next is kinds[name])
-        turns.came(kinds[name])  # type: ignore[arg-type]
+        foretold.append(turns.next == ord(name))
+        turns.came(ord(name))
     assert all(foretold[unforeseen:])
     assert not foretold[0]
 
 
 def test_after_a_step_that_nobody_knows_what_follows_it_is_foretold_too() -> None:
-    kind: StepKind = object()  # type: ignore[assignment]
     turns = Turns()
-    for known in (kind, None, kind, None):
-        turns.came(known)
-    assert turns.next is kind
+    for kind in (1, 0, 1, 0):
+        turns.came(kind)
+    assert turns.next == 1
 
 
 # --- steps of several kinds ---
@@ -143,8 +143,8 @@ def test_steps_that_take_turns_follow_their_plans(policy: Any, turned: list[bool
     assert not any(turned)  # they were what they were thought to be
 
 
-@pytest.mark.parametrize("policy", ["auto", "vdnn-all", "lru", "superneurons", RecomputeAll(), ParkAll()], ids=str)
-@pytest.mark.parametrize("share", [0.45, 0.7, 1.2])
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all", RecomputeAll(), ParkAll()], ids=str)
+@pytest.mark.parametrize("share", [0.45, 1.2])
 def test_steps_in_no_order_turn_to_the_plans_of_their_kinds(policy: Any, share: float, turned: list[bool]) -> None:
     """At the largest share the small batches need no plan, so that nobody watches their steps; or none does."""
     kinds = [12, 10, 8, 6]
@@ -254,8 +254,14 @@ def test_two_networks_that_are_trained_in_turn_follow_their_plans(turned: list[b
 
 
 @pytest.mark.parametrize("mode", [torch.utils._python_dispatch.TorchDispatchMode, torch.overrides.TorchFunctionMode])
-def test_inside_a_mode_of_the_programs_a_step_that_departs_is_the_caches(mode: Any, turned: list[bool]) -> None:
-    """Contexts have to end in the order in which they began."""
+@pytest.mark.parametrize("policy", ["auto", ParkAll()], ids=str)
+def test_inside_a_mode_of_the_programs_a_step_that_departs_is_the_caches(
+    policy: Any, mode: Any, turned: list[bool]
+) -> None:
+    """Contexts have to end in the order in which they began.
+
+    Where nobody watched such a step, it may pass the budget; those that follow are watched from their begin.
+    """
 
     class Passing(mode):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -278,7 +284,10 @@ def test_inside_a_mode_of_the_programs_a_step_that_departs_is_the_caches(mode: A
 
         return made
 
-    assert_equal_and_inside(inside(batches_of(sizes)), len(sizes), budget_for(batches_of([12]), 0.8), ParkAll())
+    make, budget = inside(batches_of(sizes)), budget_for(batches_of([12]), 0.8)
+    ours, summaries = train_in_session(make, len(sizes), budget=budget, policy=policy)
+    assert ours == train_plain(make, len(sizes))
+    assert sum(summary.measured_peak_bytes > budget for summary in summaries) <= 1
     assert turned
 
 
@@ -306,3 +315,75 @@ def test_a_value_that_graphs_of_gradients_save_again_is_the_same_wherever_it_cam
     summaries = assert_equal_and_inside(make, 8, budget_for(make, 0.7), policy)
     assert all(planned(summaries)[2:])
     assert not turned
+
+
+class Heads(nn.Module):
+    """A trunk whose results are held to the end, and a head for each of three tasks: kinds that part late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 8, 3, padding=1)
+        self.trunk = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Conv2d(8, width, 3, padding=1) for width in (8, 12, 16))
+        self.back = nn.ModuleList(nn.Conv2d(width, 8, 1) for width in (8, 12, 16))
+        self.leave = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        x = self.enter(x)
+        skips = [x * 1.5]
+        for conv, norm in zip(self.trunk, self.norms, strict=True):
+            x = F.relu_(norm(conv(x)).mul_(1.1))
+            skips.append(x + 0.5)
+        x = self.back[task](F.gelu(self.heads[task](F.dropout(x, 0.1))).add_(0.01))
+        for conv, norm in zip(self.trunk, self.norms, strict=True):
+            x = F.relu(norm(conv(x)), inplace=True)
+        return self.leave((x + sum(skips)).mean((2, 3)))
+
+
+def tasks(order: Sequence[int], sizes: Sequence[int]) -> Make:
+    def make() -> Training:
+        model = Heads()
+        optimizer = momentum(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            generator, size = torch.Generator().manual_seed(k), sizes[k]
+            x = torch.randn(size, 3, 16, 16, generator=generator)
+            y = torch.randint(0, 5, (size,), generator=generator)
+            loss = F.cross_entropy(model(x, order[k]), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    return make
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kinds_that_part_late_under_random_plans(seed: int, turned: list[bool]) -> None:
+    """What the plan before put into places of the next tier is not lost where another plan has its own there."""
+    draw = Random(seed)
+    order = [0, 0, 0, 1, 1, 1, 2, 2, 2, *(draw.randrange(3) for _ in range(12))]
+    sizes = [draw.choice([8, 8, 8, 6]) for _ in order]
+    make = tasks(order, sizes)
+    peak, least = bounds_of(tasks([2], [8]))
+    budget = int(max(least * 1.15, peak * draw.choice([0.5, 0.7, 0.9])))
+    ours, summaries = train_in_session(make, len(order), budget=budget, policy=RandomDecisions(seed, parks=True))
+    assert ours == train_plain(make, len(order))
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+    assert turned
+
+
+def test_a_session_remembers_no_more_kinds_than_it_has_use_for() -> None:
+    model = nn.Linear(8, 8)
+    with outgrow.Session(model, budget="1GiB") as session:
+        for width in range(1, 60):
+            with session.step():
+                model(torch.randn(width, 8)).sum().backward()
+            model.zero_grad()
+        gc.collect()
+        kinds = [item for item in gc.get_objects() if type(item) is StepKind]
+        assert len(kinds) <= 34  # the list, what is expected, and what was followed
+        assert session.plan is not None

@@ -36,6 +36,7 @@ QUIET = StepOutcome(
     followed=True,
     proved=False,
     fits=False,
+    unseen=False,
     packs=(),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from outgrow.planning.plan import Plan
 from outgrow.runtime.recompute import Verdicts
@@ -45,6 +46,7 @@ class StepKind:
             asked before times are set right.
         fits: the plan was seen to fit: a step that could have parked more than it had no need to.
         is_foreign: the plan's trace is not this session's, whose storages have other numbers.
+        number: which one it is; 0 before the session knows it.
         syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
     """
 
@@ -62,6 +64,7 @@ class StepKind:
     timed_steps: int = TIMED_STEPS
     fits: bool = False
     is_foreign: bool = False
+    number: int = 0
     syncs: tuple[bool, ...] = ()
 
     @property
@@ -96,27 +99,26 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[int, int] = (0, 0)  # a kind, and how many of its steps came in a row
-        self._now: tuple[int, int] = (0, 0)
-        self._followed_by: dict[tuple[int, ...], StepKind] = {}
+        self._last = self._now = (0, 0)  # a kind, and how many of its steps came in a row
+        self._followed_by: dict[tuple[int, ...], int] = {}
 
-    def came(self, kind: StepKind | None) -> None:
-        """A step is over; None: nobody knows its kind."""
-        if kind is not None:
+    def came(self, kind: int) -> None:
+        """A step of kind number `kind` is over; 0: nobody knows its kind."""
+        if kind:
             if len(self._followed_by) >= _MOST_SITUATIONS:
                 self._followed_by.clear()
             self._followed_by.update(dict.fromkeys(self._situations(), kind))
-        name, (latest, count) = id(kind), self._now
-        if name == latest:
-            self._now = (name, count + 1)
+        latest, count = self._now
+        if kind == latest:
+            self._now = (kind, count + 1)
         else:
-            self._last, self._now = self._now, (name, 1)
+            self._last, self._now = self._now, (kind, 1)
 
     @property
-    def next(self) -> StepKind | None:
-        """The kind of the next step; None where it was never like this before."""
-        found = (self._followed_by.get(situation) for situation in self._situations())
-        return next((kind for kind in found if kind is not None), None)
+    def next(self) -> int:
+        """The number of the next step's kind; 0 where it was never like this before."""
+        found = (self._followed_by.get(situation, 0) for situation in self._situations())
+        return next((kind for kind in found if kind), 0)
 
     def _situations(self) -> tuple[tuple[int, ...], ...]:
         return (*self._last, *self._now), self._now
@@ -140,6 +142,7 @@ class Kinds:
         self.expected: StepKind | None = None
         self.steps = 0
         self._all: list[StepKind] = []
+        self._numbers = count(1)
         self.syncs = syncs
         self._turns = Turns()
         self._recordings_left = 1
@@ -151,7 +154,7 @@ class Kinds:
         packs = tuple(item.nbytes for item in plan.problem.trace.saved)
         peak = plan.simulate().peak_bytes
         self.expected = StepKind(packs, plan.laid_out(), measured, peak, 0.0, is_foreign=True, syncs=self.syncs)
-        self._all = [self.expected]
+        self._all = [self._numbered(self.expected)]
         self._recordings_left = 0 if measured else 1
 
     def begin(self, syncs: tuple[bool, ...]) -> StepKind | None:
@@ -188,6 +191,11 @@ class Kinds:
         return True
 
     @property
+    def park(self) -> bool:
+        """Whether the plan of any of them parks."""
+        return any(kind.plan.parks for kind in self._all)
+
+    @property
     def come_in_no_order(self) -> bool:
         """Whether the step that begins may well be of another kind than is expected, for all that came lately."""
         return self._turned_at >= max(0, self.steps - _WATCHED_AFTER_TURN)
@@ -200,7 +208,7 @@ class Kinds:
     def learnt(self, kind: StepKind) -> None:
         """A step was recorded, and was of this kind, which may be new."""
         if all(known is not kind for known in self._all):
-            self._all = [kind, *self._all][:_MOST_KINDS]
+            self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
         self.expected = kind
 
     def departed(self, packs: tuple[int, ...]) -> None:
@@ -210,7 +218,9 @@ class Kinds:
         """
         followed = self.expected
         self.expected = self.known(packs) or followed
-        if self.expected is followed:
+        if self.expected is not followed:
+            self._turned_at = self.steps
+        else:
             self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
             self._stranger_gap = self.steps - self._stranger_at
             self._stranger_at = self.steps
@@ -222,14 +232,17 @@ class Kinds:
             (known or self.expected).seen += 1
         if followed is not None and self.expected is not None and followed.seen > self.expected.seen:
             self.expected = followed  # what comes most is what comes next
-        self._turns.came(known)
+        self._turns.came(0 if known is None else known.number)
         following = self._turns.next
-        if any(kind is following for kind in self._all):
-            self.expected = following
+        self.expected = next((kind for kind in self._all if kind.number == following), self.expected)
 
     def refused(self) -> None:
         """There was no room for a step that nobody recorded, and that was not what was expected: record the next."""
         self._recordings_left = max(self._recordings_left, 1)
+
+    def _numbered(self, kind: StepKind) -> StepKind:
+        kind.number = next(self._numbers)
+        return kind
 
     def _such(self) -> list[StepKind]:
         """The kinds whose steps exchange gradients as this one does."""

@@ -106,7 +106,7 @@ class Planner:
         trace = _paced(kind.plan.problem.trace, (seconds - stall) / own)
         problem = replace(kind.plan.problem, trace=trace, hardware=hardware)
         kind.plan = replace(kind.plan, problem=problem)
-        if error <= kind.tolerance or keeps_everything(kind.plan) or kind.searches >= _MOST_SEARCHES:
+        if error <= kind.tolerance or kind.plan.keeps_everything or kind.searches >= _MOST_SEARCHES:
             return False
         now = kind.plan.simulate()
         if now.plain_step_seconds > now.step_seconds * _WORTH_CHANGING:  # no plan is faster than the plain step
@@ -136,14 +136,6 @@ def in_a_line(plan: Plan, plan_seconds: float | None = None) -> str:
     if plan_seconds is not None:
         parts.append(f"planning took {format_seconds(plan_seconds)}")
     return "; ".join(parts)
-
-
-def keeps_everything(plan: Plan) -> bool:
-    """Whether a plan needs no hand on the step: everything fits as it is."""
-    if plan.offloads or plan.recomputes or plan.parks or plan.reuses:
-        return False
-    prediction = plan.simulate()
-    return prediction.feasible and prediction.evicted_bytes == 0
 
 
 def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:

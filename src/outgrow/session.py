@@ -21,7 +21,7 @@ from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_gpu, this_machine
 from outgrow.errors import BudgetTooSmall, OutgrowError, SessionError
 from outgrow.kinds import Kinds, StepKind
-from outgrow.learning import Planner, in_a_line, keeps_everything
+from outgrow.learning import Planner, in_a_line
 from outgrow.opening import (
     device_of,
     host_bytes_of,
@@ -208,7 +208,7 @@ class Session:
         self._untimed: tuple[StepKind | None, Plan | None, StepOutcome, bool] | None = None
         self._oom_retries = self._replans = 0
         self._planned_budget = self.budget_bytes  # less where the allocator refused what the budget allows
-        self._wary = False  # memory ran out in a step that was not watched
+        self._wary = False  # in a step that was not watched memory ran out, or the plan did not hold
         self._peak = 0
         self._closed = False
         Session._open.add(self)
@@ -354,7 +354,7 @@ class Session:
         records = self._kinds.should_record
         self._modules = ModuleNames(self._models if records else ())
         self._recorder = Recorder(self._ledger, self._modules, kinds) if records else None
-        watch = records or plan is None or self._wary or self._watches_all or not keeps_everything(plan)
+        watch = records or plan is None or self._wary or self._watches_all or not plan.keeps_everything
         # What the plan knows nothing of may take its room; graphs of earlier steps have to leave for it.
         watch = watch or self._is_fuller_than(plan) or any(True for _ in self._pool.spare())
         watch = watch or self._kinds.come_in_no_order  # what goes by another plan later has its ops pass then, too
@@ -405,7 +405,8 @@ class Session:
         begun = expected.plan if self._kinds.has_turned and expected is not None else self._begun
         plan = begun if outcome.followed else None
         self._kinds.count()
-        if expected is not None and plan is not None and recorder is None:
+        self._wary = self._wary or outcome.unseen
+        if expected is not None and plan is not None and recorder is None and not self._kinds.has_turned:
             # What was proved will be dropped from now on, and wants room when it is made anew.
             expected.fits = outcome.fits or (expected.fits and not outcome.proved)
         is_known_well = outcome.followed and expected is not None and expected.steady

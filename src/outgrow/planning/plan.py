@@ -143,6 +143,13 @@ class Plan:
             vars(self)["prediction"] = found  # a cached property keeps it there
         return self.prediction if self.prediction.feasible and self.prediction.step_seconds <= seconds else None
 
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether it needs no hand on the step: everything fits as it is."""
+        if self.offloads or self.recomputes or self.parks or self.reuses:
+            return False
+        return self.prediction.feasible and self.prediction.evicted_bytes == 0
+
     def moves_as(self, other: Plan) -> bool:
         """Whether two plans are the same but for the times of their ops, which are set right now and then."""
         return (

@@ -18,6 +18,7 @@ class CurrentStep:
         kinds: which storages are training state, by serial number: the pool never moves those.
         recording: where its ops are noted, if they are.
         is_watched: whether a dispatch mode sees its ops.
+        sees_functions: whether a mode sees what Python code calls, and with it our own code if nobody looks away.
         peak_bytes: the most live bytes seen in it so far, and `leaving_at_peak` those of them that copies out held.
         is_blind: it had ops of which nobody could tell how far they lift live bytes.
     """
@@ -33,7 +34,7 @@ class CurrentStep:
     def forget(self) -> None:
         """It is over, or begins: nothing was seen of it yet."""
         self.peak_bytes = self.leaving_at_peak = 0
-        self.is_watched = self.is_blind = False
+        self.is_watched = self.sees_functions = self.is_blind = False
 
     def came_to(self, live_bytes: int) -> None:
         """There are, or were, so many live bytes."""

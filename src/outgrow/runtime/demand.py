@@ -63,7 +63,7 @@ class Demand:
         # Blank memory that somebody asked for whom nobody sees fill it, or not yet.
         self._blanks: set[int] = set()
 
-    # --- what the executor shows ---
+    # --- what the runner shows ---
 
     def before(self, facts: OpFacts, inputs: Sequence[torch.Tensor]) -> None:
         """An op is about to run on these tensors.

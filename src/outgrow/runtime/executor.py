@@ -12,11 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
+from outgrow.planning.agenda import actions_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.calls import Calls
@@ -75,6 +77,10 @@ class Others(Protocol[_Known]):
 
     def turn_to(self, kind: _Known, /) -> bool:
         """The step is of that kind. False, if its plan may not be followed."""
+
+    @property
+    def park(self) -> bool:
+        """Whether any of their plans parks."""
 
 
 class Executor:
@@ -225,8 +231,9 @@ class Executor:
                 stack.enter_context(self._compiled.around(mode, current.recording))
             else:  # nobody makes room, but what is made counts
                 stack.enter_context(self._fast.paused())
-            self._sees_functions = self._saw_functions = self._parking.on
-            if self._sees_functions:
+            self._saw_functions = self._parking.on or (watch and self._can_park and self._others.park)
+            current.sees_functions = self._saw_functions
+            if self._saw_functions:
                 stack.enter_context(Access(self._parking))
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
             may_pass = not on_demand
@@ -298,6 +305,7 @@ class Executor:
             blind=current.is_blind,
             followed=self._follower.done,
             proved=proved,
+            unseen=self._unseen,
             fits=self._demand.on and not (self._demand.nbytes or self._pool.faults or proved),
             packs=tuple(self._hooks.packs),
             leaving_bytes=current.leaving_at_peak,
@@ -336,7 +344,7 @@ class Executor:
         current = self._current
         current.forget()
         self._hooks.forget()
-        self._is_counted_by_blocks = False
+        self._is_counted_by_blocks = self._unseen = False
         self._follower.begin(plan)
         verdicts = verdicts or Verdicts()
         self._recomputer.begin(plan, current.kinds, verdicts)
@@ -420,8 +428,14 @@ class Executor:
         other = self._others.find(hooks.packs)
         if other is None or (_lends(other.plan) and not self._saw_functions):
             return False
-        parks = self._parking.is_for(other.plan) or (self._can_park and not other.fits)
-        if not self._join_modes(parks=parks) or not self._others.turn_to(other):
+        if self._parking.has_planned_places:  # where the other plan may put its own
+            return False
+        watched = self._current.is_watched
+        if not (watched or other.plan.keeps_everything):  # ops are numbered where they are watched
+            return False
+        fits = (other.fits and _begins_at(other.plan, ticks.tick - 1)) or not watched
+        parks = self._parking.is_for(other.plan) or (self._can_park and not fits)
+        if (watched and not self._join_modes(parks=parks)) or not self._others.turn_to(other):
             return False
         plan, kinds, where = other.plan, self._current.kinds, self._follower.where()
         _LOG.debug("the step departs from its trace %s, and goes by the plan of another kind of step", where)
@@ -430,11 +444,11 @@ class Executor:
         self._reuser.begin(plan, kinds)
         self._parking.turn_to(plan, other.verdicts, is_foreign=other.is_foreign)
         self._memory.go_astray()
-        self._fast.turn_to(plan, may_pass=other.fits or not self._can_park)
-        if not other.fits:
+        self._fast.turn_to(plan, may_pass=fits or not self._can_park)
+        if fits:
+            self._staying.begin(plan, kinds, watched=watched)
+        else:
             self._park_on_demand()
-        elif not self._is_counted_by_blocks:
-            self._staying.begin(plan, kinds, watched=True)
         self._follower.begin(plan, ticks.tick - 1)
         return self._follower.advance(event, handle, entry)
 
@@ -454,6 +468,7 @@ class Executor:
         """From here on see every op, if that can be, and park on demand: nobody knows what the step will need."""
         if self._join_modes(parks=self._can_park):
             self._park_on_demand()
+        self._unseen = not self._current.is_watched
 
     def _park_on_demand(self) -> None:
         """In the middle of the step: training state only if nobody can have got at its memory unseen before."""
@@ -476,12 +491,26 @@ class Executor:
             self._current.is_watched = True
             self._stack.enter_context(mode := Watch(self._runner, self._table))
             self._stack.enter_context(self._compiled.around(mode, None))
-        if parks and not self._sees_functions:
+        if parks and not self._current.sees_functions:
             if _len_torch_function_stack() != self._function_modes:
                 return False
-            self._sees_functions = True
+            self._current.sees_functions = True
             self._stack.enter_context(Access(self._parking))
         return True
+
+
+def _begins_at(plan: Plan, tick: int) -> bool:
+    """Whether nothing that a plan does, moves or makes anew comes before a tick."""
+    problem = plan.problem
+    op = problem.trace.ticks[tick].op
+    moved = [item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items]
+    recipes = (problem.recipes.find(item.value) for item in plan.recomputes)
+    first = chain(
+        (problem.trace.values[value].birth for value in moved),
+        chain.from_iterable(recipe.ops for recipe in recipes if recipe is not None),
+        plan.reuses,
+    )
+    return min(actions_of(plan), default=tick) >= tick and not any(0 <= number < op for number in first)
 
 
 def _lends(plan: Plan) -> bool:

@@ -30,7 +30,7 @@
 namespace {
 
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;  // PyTorch has it and makes no use of it
-constexpr int64_t kLargeRise = 256 << 10;  // as in executor.py: ops below are not worth a look at the resident set
+constexpr int64_t kLargeRise = 256 << 10;  // as in room.py: ops below are not worth a look at the resident set
 constexpr int64_t kLittle = 4 << 10;       // bytes that are worth nobody's attention
 constexpr int64_t kWrites = -2;            // as in fastpath.py
 constexpr int64_t kGated = 1ll << 62;      // as in fastpath.py

@@ -123,7 +123,7 @@ class FastPath:
         self._lessons: ByPlan[_Lesson] = ByPlan()
         self._lesson: _Lesson | None = None
         self._count: ArenaCount | AllocatorCount | None = None
-        self.learns = False
+        self.learns = self._is_paused = False
         arena = None if ram is None else ram.arena
         self._library = None if arena is None and gpu is None else _library()
         if self._library is None:
@@ -197,6 +197,7 @@ class FastPath:
         number, modes = self.number, int(self._state.modes)
         self.end(followed=False)
         self.begin(plan, modes, is_open=False, may_pass=may_pass)
+        self.was_measured()  # where this is a lesson, it does not tell of what came before
         self.number = number
 
     def go_astray(self) -> None:
@@ -292,9 +293,11 @@ class FastPath:
             self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
         if isinstance(self._count, ArenaCount):
             self._count.count_in(self._ledger.live_bytes)
+        self._is_paused = True
         try:
             yield
         finally:
+            self._is_paused = False
             if isinstance(self._count, ArenaCount):
                 self._count.count_out()
             if enters and self._lesson is not None and self._library is not None:
@@ -308,6 +311,9 @@ class FastPath:
     @contextmanager
     def measuring(self) -> Iterator[Callable[[], int | None]]:
         """As `paused`; what is given tells afterwards how far live bytes rose inside at their highest."""
+        if self._is_paused:  # somebody counts already
+            yield lambda: None
+            return
         before = self._ledger.live_bytes
         with self.paused():
             yield lambda: None if self.most_bytes is None else max(0, self.most_bytes - before)

@@ -1,7 +1,7 @@
 """Long skips: values that the program still holds leave the device and come back before anybody looks.
 
 A parked value's storage stays what it is, with all tensors on it, and is empty for a while: `resize_(0)` bumps no
-version. Whoever reads or writes such a storage restores it first: the executor before each op, the pool before it
+version. Whoever reads or writes such a storage restores it first: the runner before each op, the pool before it
 touches a saved value, and `access.py` where Python code gets at memory past the dispatcher.
 
 Training state can leave as well, inside a backward pass, and is back when that is over: what runs then, an optimizer
@@ -139,6 +139,11 @@ class Parking:
         """Whether a plan parks anything here."""
         return plan is not None and bool(plan.parks) and self._ledger.device_type == "cpu"
 
+    @property
+    def has_planned_places(self) -> bool:
+        """Whether anything is parked where a plan put it."""
+        return any(parked.slot.planned for parked in self._parked.values())
+
     def turn_to(self, plan: Plan, verdicts: Verdicts, *, is_foreign: bool) -> None:
         """The step goes by another plan from here on; what the one before parked comes back when it is wanted."""
         self._postponed.clear()
@@ -163,7 +168,7 @@ class Parking:
         """Whether a storage is parked, on its way, or back ahead of its use."""
         return record.serial in self._parked
 
-    # --- what the executor shows ---
+    # --- what the runner shows ---
 
     def ran(
         self,

@@ -316,6 +316,8 @@ class Pool:
 
         It may not while a value of an earlier step lies there that is nowhere else and that a graph still wants.
         """
+        if any(map(_is_only_in_planned_place, self._entries.values())):
+            return False
         for entry in list(self._entries.values()):
             if entry.writing is not None and entry.writing.slot.planned:
                 self.wait_out(entry)
@@ -656,3 +658,10 @@ class Pool:
                 self._start_in(entry, may_evict=False)
         self.wait_in(entry)
         entry.slot = None
+
+
+def _is_only_in_planned_place(entry: Entry) -> bool:
+    """Whether a value is nowhere else than where a plan put it, or is about to be."""
+    if entry.writing is not None:
+        return entry.writing.slot.planned
+    return entry.slot is not None and entry.slot.planned and entry.storage is None

@@ -1,6 +1,6 @@
 """Recompute in a live step: which ops are taken down, which values may be dropped, and how they are made anew.
 
-The executor shows it each op and each saved tensor; the pool asks it for values that were dropped.
+It is shown each op and each saved tensor; the pool asks it for values that were dropped.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Recomputer:
         self._entry_at: dict[Contents, Entry] = {}
         self._contents: dict[Entry, Contents] = {}
 
-    # --- what the executor shows ---
+    # --- what the runner shows ---
 
     @property
     def on(self) -> bool:

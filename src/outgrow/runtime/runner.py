@@ -196,7 +196,7 @@ class Runner:
     @property
     def parks(self) -> bool:
         """Whether Python functions are watched, ours too if nobody looks away."""
-        return self._parking.on or self._parking.busy
+        return self._current.sees_functions or self._parking.busy
 
     @property
     def sees_views(self) -> bool:

@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int64_t kPacksPerLook = 8;  // as in executor.py
+constexpr int64_t kPacksPerLook = 8;  // as in hooks.py
 
 const c10::DispatchKeySet kModes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 

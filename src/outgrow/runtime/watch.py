@@ -1,4 +1,4 @@
-"""The dispatch mode of a session: it shows the executor each op before it runs."""
+"""The dispatch mode of a session: it shows the runner each op before it runs."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Watch(TorchDispatchMode):
     cold caches, so this one has the wrapper around `_beside_compiler` alone, for ops that compiled code calls.
     """
 
-    def __init__(self, executor: Watcher, table: OpTable) -> None:
+    def __init__(self, watcher: Watcher, table: OpTable) -> None:
         super().__init__()
         # Here, as it takes a second and an optimizer has done it already.
         from torch._dynamo.decorators import skip
 
         skip(Watch.__torch_dispatch__)
-        self._executor = executor
+        self._watcher = watcher
         self._table = table
 
     @classmethod
@@ -63,7 +63,7 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Autograd shows a mode each saved tensor that it takes up again. One in two calls is such a one.
-        if func is _DETACH and self._executor.pass_detached():
+        if func is _DETACH and self._watcher.pass_detached():
             return args[0].detach()
         show = self._beside_compiler if get_eval_frame_callback() else self._show
         return show(func, args, kwargs or {})
@@ -73,16 +73,16 @@ class Watch(TorchDispatchMode):
         return self._show(func, args, kwargs)
 
     def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._executor.parks:
+        if not self._watcher.parks:
             return self._run(func, args, kwargs)
         with torch._C.DisableTorchFunction():
             return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = self._table[func]
-        if facts.is_bookkeeping or self._executor.is_inside_compiled:
+        if facts.is_bookkeeping or self._watcher.is_inside_compiled:
             return func(*args, **kwargs)
-        if facts.is_view and not self._executor.sees_views:
-            self._executor.pass_view(args, kwargs)
+        if facts.is_view and not self._watcher.sees_views:
+            self._watcher.pass_view(args, kwargs)
             return func(*args, **kwargs)
-        return self._executor.run(func, facts, args, kwargs)
+        return self._watcher.run(func, facts, args, kwargs)

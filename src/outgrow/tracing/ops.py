@@ -39,6 +39,8 @@ _PARTS: Mapping[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
     torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
     torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
-from outgrow.learning import Planner, keeps_everything
+from outgrow.learning import Planner
 from outgrow.planning.floor import Floor, least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find
@@ -55,7 +55,7 @@ class Forecast:
         """Whether a plan for this batch has to move something."""
         trial = self._records.whole(batch)
         if trial is not None:
-            return not keeps_everything(trial.plan)
+            return not trial.plan.keeps_everything
         return plain_profile(self._sized(batch)).peak_bytes > self._budget - self._margin_bytes
 
     def plan(self, batch: int) -> None:
@@ -111,7 +111,7 @@ class Forecast:
             problem = self._problem(size)
             corrected = replace(plan, problem=problem)
             no_longer_fits = plan.simulate().feasible and not corrected.simulate().feasible
-            if no_longer_fits or keeps_everything(plan) == self.moves(size):
+            if no_longer_fits or plan.keeps_everything == self.moves(size):
                 self.plan(size)
             else:
                 self.plans[size] = corrected
@@ -120,7 +120,7 @@ class Forecast:
         for (batch, passes), trial in self._records.trials.items():
             if passes == 1:
                 measured = trial.trace_of(self._records.seconds[batch, 1])
-                yield Sample(batch, not keeps_everything(trial.plan), self._estimated(batch), measured)
+                yield Sample(batch, not trial.plan.keeps_everything, self._estimated(batch), measured)
 
     def _estimated(self, batch: int) -> Trace:
         if batch not in self._estimates:
