@@ -97,7 +97,7 @@ def batches_of(sizes: Sequence[int]) -> Make:
 
         def run(k: int) -> torch.Tensor:
             generator, size = torch.Generator().manual_seed(k), sizes[k % len(sizes)]
-            x = torch.randn(size, 3, 24, 24, generator=generator)
+            x = torch.randn(size, 3, 16, 16, generator=generator)
             y = torch.randint(0, 10, (size,), generator=generator)
             loss = F.cross_entropy(model(x), y)
             loss.backward()
@@ -176,7 +176,7 @@ def wide() -> nn.Module:
 
 
 @pytest.mark.parametrize("policy", ["auto", "lru", "vdnn-all", "vdnn-conv", "superneurons", "layrub", "checkpoint"])
-@pytest.mark.parametrize("above", [1.0, 1.05, 1.12])
+@pytest.mark.parametrize("above", [1.0, 1.1])
 def test_what_fits_in_the_first_steps_fits_in_all(policy: str, above: float) -> None:
     """Plans of most policies park nothing: where they do not fit, values are parked on demand."""
     make = supervised(wide, shape=(16, 3, 24, 24))
@@ -377,13 +377,15 @@ def test_kinds_that_part_late_under_random_plans(seed: int, turned: list[bool]) 
 
 
 def test_a_session_remembers_no_more_kinds_than_it_has_use_for() -> None:
-    model = nn.Linear(8, 8)
+    def kinds() -> set[int]:
+        gc.collect()
+        return {id(item) for item in gc.get_objects() if type(item) is StepKind}
+
+    model, others = nn.Linear(8, 8), kinds()
     with outgrow.Session(model, budget="1GiB") as session:
         for width in range(1, 60):
             with session.step():
                 model(torch.randn(width, 8)).sum().backward()
             model.zero_grad()
-        gc.collect()
-        kinds = [item for item in gc.get_objects() if type(item) is StepKind]
-        assert len(kinds) <= 34  # the list, what is expected, and what was followed
+        assert len(kinds() - others) <= 34  # the list, what is expected, and what was followed
         assert session.plan is not None

@@ -433,8 +433,8 @@ class Executor:
         watched = self._current.is_watched
         if not (watched or other.plan.keeps_everything):  # ops are numbered where they are watched
             return False
-        fits = (other.fits and _begins_at(other.plan, ticks.tick - 1)) or not watched
-        parks = self._parking.is_for(other.plan) or (self._can_park and not fits)
+        on_demand = watched and self._can_park and not (other.fits and _begins_at(other.plan, ticks.tick - 1))
+        parks = on_demand or self._parking.is_for(other.plan)
         if (watched and not self._join_modes(parks=parks)) or not self._others.turn_to(other):
             return False
         plan, kinds, where = other.plan, self._current.kinds, self._follower.where()
@@ -444,11 +444,11 @@ class Executor:
         self._reuser.begin(plan, kinds)
         self._parking.turn_to(plan, other.verdicts, is_foreign=other.is_foreign)
         self._memory.go_astray()
-        self._fast.turn_to(plan, may_pass=fits or not self._can_park)
-        if fits:
-            self._staying.begin(plan, kinds, watched=watched)
-        else:
+        self._fast.turn_to(plan, may_pass=not on_demand)
+        if on_demand:
             self._park_on_demand()
+        else:
+            self._staying.begin(plan, kinds, watched=watched)
         self._follower.begin(plan, ticks.tick - 1)
         return self._follower.advance(event, handle, entry)
 
