@@ -191,7 +191,7 @@ class Kinds:
         return True
 
     @property
-    def park(self) -> bool:
+    def any_parks(self) -> bool:
         """Whether the plan of any of them parks."""
         return any(kind.plan.parks for kind in self._all)
 

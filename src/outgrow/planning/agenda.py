@@ -170,9 +170,9 @@ _Ends = dict[int, list[tuple[int, int]]]
 
 
 def ends_of(problem: Problem, entries: Iterable[int]) -> tuple[_Ends, _Ends]:
-    """Releases of saved tensors, deaths of values with an entry by op: before that op's ticks, or after them.
+    """Ends of uses by autograd, deaths of values with an entry by op: before that op's ticks, or after them.
 
-    As how often autograd used what it lets go of, 0 for a death, with the value.
+    As how many uses end, 0 for a death, with the value.
     """
     early: _Ends = {}
     late: _Ends = {}

@@ -79,7 +79,7 @@ class Others(Protocol[_Known]):
         """The step is of that kind. False, if its plan may not be followed."""
 
     @property
-    def park(self) -> bool:
+    def any_parks(self) -> bool:
         """Whether any of their plans parks."""
 
 
@@ -231,7 +231,7 @@ class Executor:
                 stack.enter_context(self._compiled.around(mode, current.recording))
             else:  # nobody makes room, but what is made counts
                 stack.enter_context(self._fast.paused())
-            self._saw_functions = self._parking.on or (watch and self._can_park and self._others.park)
+            self._saw_functions = self._parking.on or (watch and self._can_park and self._others.any_parks)
             current.sees_functions = self._saw_functions
             if self._saw_functions:
                 stack.enter_context(Access(self._parking))
@@ -473,7 +473,7 @@ class Executor:
     def _park_on_demand(self) -> None:
         """In the middle of the step: training state only if nobody can have got at its memory unseen before."""
         if self._can_park and not self._demand.on:
-            self._parking.on_demand()
+            self._parking.begin_on_demand()
             self._demand.begin(self._current.kinds if self._saw_functions else {}, on=True)
 
     def _join_modes(self, *, parks: bool) -> bool:

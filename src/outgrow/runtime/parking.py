@@ -579,7 +579,7 @@ class Parking:
 
     # --- the end ---
 
-    def on_demand(self) -> None:
+    def begin_on_demand(self) -> None:
         """From here on values may be parked that no plan parks (`demand.py`)."""
         self.on = self._on_demand = True
 
