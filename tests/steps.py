@@ -121,7 +121,7 @@ def digest(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.O
     def add(name: str, item: Any) -> None:
         total.update(name.encode())
         if isinstance(item, torch.Tensor):
-            total.update(item.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            total.update(item.detach().contiguous().view(-1).view(torch.uint8).numpy())
         else:
             total.update(repr(item).encode())
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -201,14 +202,27 @@ def test_an_interrupted_step_leaves_nothing_behind(training: Training) -> None:
     assert surroundings(training) == before
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_a_session_that_nobody_holds_any_more_leaves_nothing_behind(training: Training) -> None:
     before = surroundings(training)
     session = training.session()
     training.steps(session, range(3))
     del session
-    gc.collect()
     assert surroundings(training) == before
     training.session().close()  # the model is free again
+
+
+@pytest.mark.usefixtures("training", "no_collection")
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_model_that_nobody_holds_any_more_is_gone_with_its_session(closes: bool) -> None:
+    training = Training()
+    session = training.session()
+    training.steps(session, range(3))
+    parts = [weakref.ref(part) for part in (session, training.model, *training.model.parameters())]
+    if closes:
+        session.close()
+    del session, training
+    assert [part() for part in parts] == [None] * len(parts)
 
 
 def test_a_session_that_could_not_be_opened_leaves_nothing_behind(training: Training) -> None:

@@ -77,9 +77,7 @@ class Program:
             for hops in self.copies._hops:
                 hops.close()
         self.ledger = Ledger("cpu")
-        self.pool = Pool(
-            self.ledger, BUDGET, self.tier, self.copies, self.device, lambda _: None, self._no_recipes, 1
-        )
+        self.pool = Pool(self.ledger, BUDGET, self.tier, self.copies, self.device, 1)
         self.allocate, self.device.allocate = self.device.allocate, self._allocate  # type: ignore[method-assign]
         self.saved: list[Value] = []
         self.sizes: list[int] = []
@@ -89,9 +87,6 @@ class Program:
         self.pinned_bytes += nbytes
         assert self.pinned_bytes <= self.host_budget
         return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def _no_recipes(self, entry: Entry) -> torch.UntypedStorage:
-        raise AssertionError("nothing here is made anew")
 
     def _allocate(self, nbytes: int) -> torch.UntypedStorage:
         storage = self.allocate(nbytes)

@@ -28,6 +28,7 @@ from outgrow.tracing.ir import Kind, Phase
 from outgrow.tracing.liveness import plain_profile
 from outgrow.tuning.limits import largest, least_budget_of
 from outgrow.tuning.steps import synthetic_step
+from steps import rise_of
 
 # Milliseconds of a forward and backward pass, batch 16: github.com/jcjohnson/cnn-benchmarks.
 PUBLISHED = {
@@ -363,6 +364,20 @@ def test_what_was_measured_is_remembered_for_this_machine_alone(
     assert measure.remembered() is None
     path.write_text("{}")
     assert measure.remembered() is None
+
+
+def test_a_session_measures_the_machine_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "remembered", lambda: None)
+    budget = 6 << 20
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    with outgrow.Session(model, budget=budget) as session:
+
+        def step() -> None:
+            with session.step():
+                model(torch.randn(2048, 64)).sum().backward()
+
+        assert rise_of(step) <= budget
+        assert session.plan is not None
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -29,7 +29,7 @@ STEPS = 4
 def known_machine() -> Iterator[None]:
     """The plans are random: sessions need not measure the machine for them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outgrow.session, "this_machine", lambda: HARDWARE)
+        patch.setattr(outgrow.session, "this_machine", lambda _: HARDWARE)
         yield
 
 

@@ -18,6 +18,7 @@ from steps import (
     RecomputeAll,
     Training,
     assert_equal_to_plain,
+    bounds_of,
     budget_for,
     momentum,
     supervised,
@@ -164,6 +165,42 @@ def test_derivatives_forward(policy: str, forward: Callable[[nn.Module, torch.Te
         lambda: nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 10)), forward, shape=(64, 32)
     )
     assert_equal_to_plain(make, share=0.8, policy=policy)
+
+
+class Ensemble(nn.Module):
+    """Networks with long skips that run as one: in `torch.vmap` ops are asked for on tensors around the true ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        depth, members = 10, 3
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(members, WIDTH, WIDTH) / 8) for _ in range(depth))
+        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(members, WIDTH)) for _ in range(depth))
+
+    @staticmethod
+    def member(weights: list[torch.Tensor], biases: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        h, skips = x, []
+        for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            if number < len(weights) // 2:
+                h = torch.tanh(F.linear(h, weight, bias))
+                skips.append(h * 1.5)
+            else:
+                h = torch.tanh(F.linear(h, weight, bias) + skips.pop())
+        return h.mean(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.vmap(self.member, in_dims=(0, 0, None))(list(self.weights), list(self.biases), x)
+        return out.pow(2).mean()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7])
+@pytest.mark.parametrize("policy", ["auto", "lru", "vdnn-all", RecomputeAll()], ids=str)
+def test_an_ensemble_that_runs_as_one(policy: str | Policy, share: float) -> None:
+    make = supervised(Ensemble, shape=(512, WIDTH))
+    plain = train_plain(make, 7)
+    peak, _ = bounds_of(make)
+    ours, summaries = train_in_session(make, 7, budget=int(share * peak), policy=policy)
+    assert ours == plain
+    assert max(summary.measured_peak_bytes for summary in summaries) <= share * peak
 
 
 def partly_scripted() -> nn.Module:

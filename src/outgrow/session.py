@@ -8,12 +8,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, ParamSpec, TypeVar
 
 import torch
 
@@ -40,7 +40,6 @@ from outgrow.reporting.page import write_report
 from outgrow.reporting.subject import Subject
 from outgrow.runtime.backend import open_backend
 from outgrow.runtime.convolutions import open_convolutions
-from outgrow.runtime.entry import Entry
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.interrupts import Interrupts
@@ -65,6 +64,9 @@ _LEAST_BASE_BYTES = 4096
 _JITTER_SHARE = 64
 # Summaries that are remembered: of a long training the last ones are what is looked at.
 _MOST_SUMMARIES = 1000
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Session:
@@ -161,7 +163,7 @@ class Session:
             self._spill.close()
             raise
         self._copies, self._memory = backend.copies, backend.memory
-        convolutions = open_convolutions(kind_of_workspace, self._device, self._free_bytes)
+        convolutions = open_convolutions(kind_of_workspace, self._device, _weakly(self._free_bytes))
         self._watches_all = convolutions.needs_all
         self._planner = Planner(self._policy, self._memory, margin_bytes=backend.memory.margin_bytes)
         self._interrupts = Interrupts()
@@ -172,8 +174,6 @@ class Session:
             backend.places,
             self._copies,
             self._memory,
-            self._arrived,
-            self._rebuild,
             least_moved_bytes,
             backend.fast_path,
             self._interrupts,
@@ -187,8 +187,8 @@ class Session:
             self._memory,
             self.budget_bytes,
             least_moved_bytes,
-            self._too_small,
-            self._gradients,
+            _weakly(self._too_small),
+            _weakly(self._gradients),
             self._kinds,
             backend.clock,
             convolutions,
@@ -299,6 +299,7 @@ class Session:
             for part in (self._ledger, self._executor, self._memory, self._pool):
                 undo.callback(part.close)
             self._read_clock(adapt=False)
+            self._executor.kept = None
 
     def __enter__(self) -> Session:
         return self
@@ -379,6 +380,7 @@ class Session:
                 outcome = self._executor.end()
         finally:
             self._in_step = False
+            self._executor.kept = self if self._pool.has_entries else None
             if recorder is not None:
                 self._modules.__exit__(None, None, None)
         self._read_clock()
@@ -512,7 +514,7 @@ class Session:
         """This machine, with the speeds of copies as those of the session were measured so far."""
         if self._hardware is None:
             spare = max(0, self.budget_bytes - self._ledger.live_bytes)
-            self._hardware = this_machine() if self._device.type == "cpu" else this_gpu(self._device, spare)
+            self._hardware = this_machine(spare) if self._device.type == "cpu" else this_gpu(self._device, spare)
         out, back, usual = self._copies.out, self._copies.back, self._hardware
         cost = out.cost_per_byte() or usual.copy_cost_seconds_per_byte
         return replace(
@@ -616,12 +618,6 @@ class Session:
             if kind is Kind.GRADIENT:
                 yield tensor
 
-    def _arrived(self, entry: Entry) -> None:
-        self._executor.arrived(entry)
-
-    def _rebuild(self, entry: Entry) -> torch.UntypedStorage:
-        return self._executor.rebuild(entry)
-
 
 class Step:
     """One training step of a session; use it with `with`."""
@@ -637,6 +633,18 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._session._end(error)
+
+
+def _weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A session's method, for its parts: a session that nobody holds any more ends at once, and holds no model."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        strong = weak()
+        assert strong is not None, "a step, and a graph that wants values of it, hold their session"
+        return strong(*args, **kwargs)
+
+    return call
 
 
 def _parameters_of(session: Session) -> set[int]:

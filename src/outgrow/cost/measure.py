@@ -8,6 +8,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,27 @@ _GPU_BANDWIDTH = 1.5e12
 _LINK_BANDWIDTH = 2e10
 _LINK_LATENCY_SECONDS = 2e-5
 _LAUNCH_SECONDS = 5e-6
-_MOST_MEASURED_BYTES = 16 << 20  # pinned as well, for a moment
+_MOST_MEASURED_BYTES = 16 << 20  # on a GPU pinned as well, for a moment
+_PRODUCT_SIZE = 768
 _LEAST_MEASURED_BYTES = 4 << 20
 _DOCTORS_BYTES = 256 << 20  # a copy that takes milliseconds, so that its start counts for nothing
 
 
-def this_machine() -> Hardware:
-    """A profile of this machine's CPU: what `outgrow doctor` found, else measured now with a typical disk."""
+def this_machine(spare_bytes: int | None = None) -> Hardware:
+    """A profile of this machine's CPU: what `outgrow doctor` found, else measured now with a typical disk.
+
+    What does not fit the spare bytes, if they are given, is not measured.
+    """
     known = remembered()
     if known is not None:
         return known
-    try:
-        flops_per_second, memory_bandwidth = product_speed(torch.float32), copy_speed()
-    except (RuntimeError, MemoryError):  # out of memory
-        flops_per_second, memory_bandwidth = _TYPICAL_FLOPS, _TYPICAL_BANDWIDTH
+    spare = _DOCTORS_BYTES if spare_bytes is None else spare_bytes
+    flops_per_second, memory_bandwidth = _TYPICAL_FLOPS, _TYPICAL_BANDWIDTH
+    with suppress(RuntimeError, MemoryError):  # out of memory
+        if spare >= 3 * _PRODUCT_SIZE**2 * torch.float32.itemsize:
+            flops_per_second = product_speed(torch.float32)
+        if spare >= 2 * _MOST_MEASURED_BYTES:
+            memory_bandwidth = copy_speed()
     return Hardware(
         name="this machine",
         memory_bytes=psutil.virtual_memory().total,
@@ -123,14 +131,14 @@ def _best_event_seconds(run: Callable[[], object], repeats: int = 5) -> float:
     return max(min(times), 1e-9)
 
 
-def product_speed(dtype: torch.dtype, size: int = 768) -> float:
+def product_speed(dtype: torch.dtype, size: int = _PRODUCT_SIZE) -> float:
     """FLOP/s of a square matrix product of `size`."""
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))  # random numbers are not ours to draw
     with torch.no_grad():
         return 2 * size**3 / best_seconds(lambda: torch.mm(left, right))
 
 
-def copy_speed(nbytes: int = 16 << 20) -> float:
+def copy_speed(nbytes: int = _MOST_MEASURED_BYTES) -> float:
     """Bytes per second, read plus written, of a copy of `nbytes` in memory."""
     source, target = torch.zeros(nbytes // 4), torch.empty(nbytes // 4)
     with torch.no_grad():

@@ -84,7 +84,11 @@ class Others(Protocol[_Known]):
 
 
 class Executor:
-    """Sets the hooks and the mode of a session's steps, follows their plans, and says what was measured."""
+    """Sets the hooks and the mode of a session's steps, follows their plans, and says what was measured.
+
+    Attributes:
+        kept: what has to live as long as a graph that wants saved values of it: the session.
+    """
 
     def __init__(
         self,
@@ -125,7 +129,7 @@ class Executor:
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again, clock)
         self._reuser = Reuser(ledger, pool)
         self._parking = Parking(ledger, pool, copies, memory, room.make, self._run_inside, gradients)
-        pool.parked = self._parking
+        pool.parked, pool.maker = self._parking, self
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         room.ask(self._parking, self._demand)
         self._hooks = hooks = Hooks(
@@ -170,6 +174,7 @@ class Executor:
         self._follower = Follower(
             hooks.staying.ticks, pool, self._parking, self._recomputer, self._reuser, self._demand
         )
+        self.kept: object = None
         self._stack: ExitStack | None = None
         self._last: Plan | None = None  # of the last step, if all went as it says
         self._reset(None)

@@ -37,6 +37,10 @@ constexpr int64_t kGated = 1ll << 62;      // as in fastpath.py
 constexpr size_t kCodeBytes = 320 << 10;   // as in reserve.py: what a library may take from the heap
 
 const c10::DispatchKeySet kModes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+// Where one is on, an op was asked for inside `torch.vmap`: on tensors around the true ones. When it is called on those,
+// none is.
+const c10::DispatchKeySet kInsideVmap({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                       c10::DispatchKey::FuncTorchDynamicLayerBackMode});
 
 struct Count {  // as in arena.cpp
   std::atomic<int64_t> bytes, most;
@@ -298,6 +302,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   State* const now = state != nullptr ? state : state_of_gpu.load();
   // The modes' key is not there where the mode itself calls an op, nor inside an op.
   if (now == nullptr || !(now->learns || now->passes) || !all.has(c10::DispatchKey::Python) ||
+      all.has_any(kInsideVmap) ||
       now->number >= now->length || c10::impl::TorchDispatchModeTLS::stack_len() != now->modes) {
     op.redispatchBoxed(keys, stack);
     return;

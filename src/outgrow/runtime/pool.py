@@ -45,6 +45,15 @@ class Parked(Protocol):
     def restore(self, record: StorageRecord) -> None: ...
 
 
+class Maker(Protocol):
+    """Who makes dropped values anew."""
+
+    def rebuild(self, entry: Entry) -> torch.UntypedStorage: ...
+
+    def arrived(self, entry: Entry) -> None:
+        """A value has new memory, to be filled from the next tier or made anew in."""
+
+
 class Unknown(Protocol):
     """Who holds saved values that the pool need not know of as long as there is memory."""
 
@@ -63,6 +72,7 @@ class Pool:
         dropped: values that were let go of and will be made anew.
         parked: who parks storages; set once.
         unknown: who knows more saved values; set once.
+        maker: who makes dropped values anew; set once.
         aim_bytes: what the cache keeps live bytes under where it can: the budget, or somewhat less.
         fast_path: who is told which storages are parked.
     """
@@ -74,8 +84,6 @@ class Pool:
         places: Places,
         copies: Copies,
         memory: DeviceMemory,
-        on_arrival: Callable[[Entry], None],
-        rebuild: Callable[[Entry], torch.UntypedStorage],
         least_moved_bytes: int,
         fast_path: FastPath | None = None,
         interrupts: Interrupts | None = None,
@@ -89,8 +97,6 @@ class Pool:
         self._ledger = ledger
         self._budget = budget_bytes
         self.aim_bytes = budget_bytes
-        self._on_arrival = on_arrival
-        self._rebuild = rebuild
         self._least_moved = least_moved_bytes
         self._places = places
         self._memory = memory
@@ -104,6 +110,7 @@ class Pool:
         self.dropped: set[Entry] = set()
         self.parked: Parked | None = None
         self.unknown: Unknown | None = None
+        self.maker: Maker | None = None
         # Copies back whose value nobody wants any more; their memory may go when they are done.
         self._abandoned: list[tuple[Copy, torch.UntypedStorage]] = []
         self.reset_counters()
@@ -119,6 +126,11 @@ class Pool:
     def budget_bytes(self) -> int:
         """The most that live bytes may reach."""
         return self._budget
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether any saved value is still wanted."""
+        return bool(self._entries)
 
     def entries(self) -> Iterator[Entry]:
         """All entries, in no particular order."""
@@ -285,7 +297,8 @@ class Pool:
             give_back(list(lent))
 
     def _restore_one(self, entry: Entry) -> None:
-        storage = self._rebuild(entry)
+        assert self.maker is not None, "nothing is dropped before somebody can make it anew"
+        storage = self.maker.rebuild(entry)
         entry.storage = storage
         self._forget_place(entry)
         entry.record = self._ledger.see_storage(storage)
@@ -295,7 +308,7 @@ class Pool:
         """A value that was made anew stays until its own use."""
         self._forget_recipe(entry)
         self._touch(entry)
-        self._on_arrival(entry)
+        self._arrived(entry)
 
     def _forget_recipe(self, entry: Entry) -> None:
         for source in self._sources_left(entry):
@@ -485,7 +498,7 @@ class Pool:
         self._place(entry)
         entry.reading = self._copies.back.submit(slot, storage.data_ptr())
         self._touch(entry)
-        self._on_arrival(entry)
+        self._arrived(entry)
 
     def _allocate(self, nbytes: int, *, may_evict: bool) -> torch.UntypedStorage:
         with torch._C._DisableTorchDispatch():
@@ -603,6 +616,10 @@ class Pool:
         with self._interrupts.let_in():
             copy.wait()
         self.stall_seconds += time.perf_counter() - start
+
+    def _arrived(self, entry: Entry) -> None:
+        if self.maker is not None:
+            self.maker.arrived(entry)
 
     def _touch(self, entry: Entry) -> None:
         if entry.recipe is None:  # else it is away, or there for a moment: nothing that the cache could send away

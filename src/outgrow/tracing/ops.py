@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 # The library of the ops by which processes exchange tensors.
@@ -143,8 +144,10 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Ten
 
 
 def tensors_within(item: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples and dictionaries, however deep."""
+    """The tensors in lists, tuples and dictionaries, however deep; inside `torch.vmap`, those that it batches."""
     if isinstance(item, torch.Tensor):
+        while is_functorch_wrapped_tensor(item):
+            item = get_unwrapped(item)
         yield item
     elif isinstance(item, list | tuple):
         for inner in item:

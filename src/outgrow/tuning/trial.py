@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from statistics import median
 
 from outgrow.planning.plan import Plan
 from outgrow.session import Session
-from outgrow.tracing.capture import TrainingStep
+from outgrow.tracing.capture import TrainingStep, as_sequence, training_state
 from outgrow.tracing.ir import Trace
 from outgrow.tuning.pace import FixedWork, Run
 
@@ -110,6 +111,7 @@ def run_trial(
         BudgetTooSmall, SpillError: see `Session`.
     """
     made = make()
+    parts = _parts_of(made)
     seconds: list[float] = []
     stalls: list[float] = []
     paces: list[float] = []
@@ -137,9 +139,17 @@ def run_trial(
                 afterwards(made, session)
     finally:
         del made
-        gc.collect()  # models hold themselves in cycles, and the next one needs the room
+        if any(part() is not None for part in parts):  # they hold themselves in a cycle
+            gc.collect()  # of all that there is, which takes tenths of a second
     assert plan is not None, "every step that was recorded has a plan"
     return Trial((Run(median(seconds), median(stalls), median(paces)),), peak, plan)
+
+
+def _parts_of(made: TrainingStep) -> list[weakref.ref[object]]:
+    """What was built for one candidate, and must be gone before the next one is built."""
+    models, optimizers = as_sequence(made.model), as_sequence(made.optimizer)
+    state = (tensor for tensor, _ in training_state(models, optimizers))
+    return [weakref.ref(part) for part in (*models, *optimizers, *state, made.step)]
 
 
 def _are_enough(seconds: Sequence[float], steps: int, at_least: int) -> bool:
