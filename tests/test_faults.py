@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -225,8 +226,8 @@ def test_a_disk_that_fills_up_in_a_step_leaves_training_as_it_was(
         assert f"{kind} on " in text
         assert f"mounted at {folder}" in text
         assert "No space left on device" in text
-    assert "writing failed" in in_step[1]
-    assert "setting room aside failed" in at_begin[1]
+    assert re.search(r"writing \S+ \w+ failed", in_step[1])
+    assert re.search(r"setting \S+ \w+ aside failed", at_begin[1])
     assert found["state_is_as_before"]
     assert found["state_is_as_after_one_step"]
     assert found["hooks"] == 0
@@ -246,7 +247,7 @@ def catch(run: Callable[[], object], match: str, number: int) -> str:
         text, found = str(error), error.errno
     else:
         pytest.fail("there was no error")
-    assert match in text
+    assert re.search(match, text)
     assert found == number
     return text
 
@@ -306,7 +307,7 @@ def test_a_write_that_fails_raises_and_the_session_goes_on(tmp_path: Path) -> No
                 training.step(2)
 
         with full_disk(tmp_path):
-            catch(step, "writing failed", errno.ENOSPC)
+            catch(step, r"writing \S+ \w+ failed", errno.ENOSPC)
         assert same(before, training.parameters)
         assert live_bytes_at_rest(training, session) == live
         assert finish(training, session, first=2)
@@ -341,7 +342,7 @@ def test_a_read_that_fails_raises_in_the_backward_pass_and_the_session_goes_on(t
                 with unreadable(tmp_path, session):
                     loss.backward()
 
-        assert "mounted at" in catch(step, "reading failed", errno.EIO)
+        assert "mounted at" in catch(step, r"reading \S+ \w+ failed", errno.EIO)
         assert same(before, training.parameters)
         assert live_bytes_at_rest(training, session) == live
         assert finish(training, session, first=2)
@@ -374,7 +375,7 @@ def test_what_cannot_be_read_back_when_the_session_closes_is_an_error_then_and_l
     session = training.session(tmp_path)
     with session.step():
         loss = training.forward(0)
-    with unreadable(tmp_path, session), pytest.raises(SpillError, match="reading failed"):
+    with unreadable(tmp_path, session), pytest.raises(SpillError, match=r"reading \S+ \w+ failed"):
         session.close()
     assert open_files() == files
     assert threading.active_count() == threads

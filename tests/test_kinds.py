@@ -156,6 +156,39 @@ def test_steps_in_no_order_turn_to_the_plans_of_their_kinds(policy: Any, share: 
     assert sum(planned(summaries)[8:]) > 10
 
 
+def thawing(after: int) -> Make:
+    """Trains the last layer alone for some steps, and then all."""
+
+    def make() -> Training:
+        model = network()
+        optimizer = momentum(model.parameters())
+        for parameter in model[:-1].parameters():
+            parameter.requires_grad_(False)
+
+        def run(k: int) -> torch.Tensor:
+            if k == after:
+                for parameter in model.parameters():
+                    parameter.requires_grad_(True)
+            x = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(k))
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    return make
+
+
+def test_a_program_that_changes_for_good_soon_follows_plans_again() -> None:
+    frozen = 20
+    budget = budget_for(thawing(0), 0.6)
+    summaries = assert_equal_and_inside(thawing(frozen), frozen + 12, budget)
+    assert all(planned(summaries)[2:frozen])
+    assert all(planned(summaries)[frozen + 6 :])
+
+
 def test_the_budget_that_holds_a_batch_holds_a_smaller_one_the_first_time_that_it_comes() -> None:
     """The last batch of an epoch departs from the plan, and nobody knows what it needs."""
     budget = budget_for(batches_of([16]), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,6 +23,9 @@ _RECORDINGS_AFTER_DEPARTURE = 8
 _WATCHED_AFTER_TURN = 16
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
 _MOST_KINDS = 32
+# What came most among so many steps is what is thought to come where kinds come in no order: a program may change for
+# good, when layers are unfrozen for one.
+_RECENT_STEPS = 8
 # Situations after which it is remembered what came; more than that have no pattern.
 _MOST_SITUATIONS = 1 << 12
 
@@ -37,7 +41,6 @@ class StepKind:
         measured_peak: live bytes at the peak of the recorded step.
         plan_seconds: what planning took.
         verdicts: which recipes were proved.
-        seen: how many such steps there were.
         recordings: how often the step was recorded anew because its plan proved wrong, and `searches` how often its
             plan was searched for again because the machine's speed had changed.
         tolerance: how far from the prediction times must be for another search: a search that finds nothing better
@@ -56,7 +59,6 @@ class StepKind:
     measured_peak: int
     plan_seconds: float
     verdicts: Verdicts = field(default_factory=Verdicts)
-    seen: int = 0
     recordings: int = 0
     searches: int = 0
     tolerance: float = SEARCH_TOLERANCE
@@ -145,6 +147,7 @@ class Kinds:
         self._numbers = count(1)
         self.syncs = syncs
         self._turns = Turns()
+        self._recent: deque[int] = deque(maxlen=_RECENT_STEPS)  # the numbers of the kinds that came last
         self._recordings_left = 1
         self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
 
@@ -162,7 +165,7 @@ class Kinds:
         self.syncs = syncs
         self.has_turned = False
         if self.expected is not None and self.expected.syncs != syncs:
-            self.expected = max(self._such(), key=lambda item: item.seen, default=None)
+            self.expected = max(self._such(), key=self._frequency, default=None)
         return self.expected
 
     @property
@@ -180,7 +183,7 @@ class Kinds:
         """Another kind than is expected, the most frequent whose steps begin by saving this."""
         start = tuple(packs)
         others = (kind for kind in self._such() if kind is not self.expected and kind.packs[: len(start)] == start)
-        return max(others, key=lambda kind: kind.seen, default=None)
+        return max(others, key=self._frequency, default=None)
 
     def turn_to(self, kind: StepKind) -> bool:
         """The step that is open proves to be of this kind. False, if its plan may not be followed."""
@@ -228,13 +231,18 @@ class Kinds:
     def seen(self, packs: tuple[int, ...], followed: StepKind | None) -> None:
         """A step that saved this is over; it was thought to be of the kind `followed`."""
         known = self.known(packs)
-        if self.expected is not None:
-            (known or self.expected).seen += 1
-        if followed is not None and self.expected is not None and followed.seen > self.expected.seen:
-            self.expected = followed  # what comes most is what comes next
-        self._turns.came(0 if known is None else known.number)
+        number = 0 if known is None else known.number
+        self._recent.append(number)
+        if followed is not None and self.expected is not None:
+            # What comes most is what comes next; of two that come as often, the latest.
+            self.expected = max(self.expected, followed, key=self._frequency)
+        self._turns.came(number)
         following = self._turns.next
         self.expected = next((kind for kind in self._all if kind.number == following), self.expected)
+
+    def _frequency(self, kind: StepKind) -> int:
+        """How many of the last steps were of a kind."""
+        return self._recent.count(kind.number)
 
     def refused(self) -> None:
         """There was no room for a step that nobody recorded, and that was not what was expected: record the next."""

@@ -116,7 +116,7 @@ class OwnJob:
 
     def fake_trace(self, hardware: Hardware | None = None) -> Trace:
         """The trace of one step, without its memory, with the times of a device; of this machine by default."""
-        with self.blame("the step cannot be traced without its memory (a fake tensor has no numbers to look at)"):
+        with self.blame("the step failed while it was traced, on fake tensors (they have no numbers to look at)"):
             return costed(outgrow.trace(self.make_step, fake=True), hardware, self.workspace)
 
     def plan(self, trace: Trace, budget_bytes: int, hardware: Hardware | None = None) -> Plan:

@@ -76,7 +76,7 @@ def _torch_root() -> Path:
 def build_ahead(*codes: Code) -> None:
     """Compile what is not there yet, side by side. What fails, fails again where it is wanted."""
     with suppress(OSError, RuntimeError):  # no folder for a cache, no thread
-        missing = [code for code in codes if not code.target.exists()]
+        missing = [code for code in codes if not _is_whole(code.target)]
         if len(missing) < 2:
             return
         with ThreadPoolExecutor(len(missing)) as pool:
@@ -102,7 +102,7 @@ def built(code: Code) -> Path:
         subprocess.SubprocessError: the compiler takes too long.
     """
     target = code.target
-    if target.exists():
+    if _is_whole(target):
         return target
     if code.for_python and not (code.includes[-1] / "Python.h").exists():
         raise OSError(f"there are no headers of Python in {code.includes[-1]}")
@@ -112,7 +112,7 @@ def built(code: Code) -> Path:
     folder = target.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _alone_with(code.source), tempfile.TemporaryDirectory(dir=folder) as work:
-        if target.exists():
+        if _is_whole(target):
             return target
         _LOG.info("compiling %s, once", code.source.name)
         made = Path(work) / target.name
@@ -122,5 +122,26 @@ def built(code: Code) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         if done.returncode:
             raise OSError(f"{compiler} failed: {done.stderr.strip()}")
+        _seal(made)
         os.replace(made, target)  # whole or not at all: others may be building it too
     return target
+
+
+def _seal(made: Path) -> None:
+    """Write a hash of a file behind its end, where no loader looks."""
+    digest = hashlib.sha256(made.read_bytes()).digest()
+    with made.open("ab") as file:
+        file.write(digest)
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether a file is there, and is what was compiled: where the machine stopped soon after, it may have no end.
+
+    The process that loads such a file dies of SIGBUS.
+    """
+    try:
+        content = target.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]

@@ -20,6 +20,7 @@ import psutil
 from outgrow.errors import SpillError
 from outgrow.planning.plan import SLOT_ALIGNMENT, slot_bytes
 from outgrow.runtime.tiers.place import Place
+from outgrow.units import format_bytes
 
 _Transfer = Callable[[int, "ctypes.Array[ctypes.c_char]", int], int]
 _ASIDE_BYTES = 1 << 20
@@ -72,11 +73,12 @@ class SpillFile:
             return True
         if self._end > self._planned_end:
             return False
+        aside = nbytes if used_bytes is None else used_bytes
         try:
-            os.posix_fallocate(self._descriptor, 0, nbytes if used_bytes is None else used_bytes)
+            os.posix_fallocate(self._descriptor, 0, aside)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise self._failure("setting room aside", error) from error
+                raise self._failure(f"setting {format_bytes(aside)} aside", error) from error
         self._planned_end = self._end = nbytes
         self._free.clear()
         return True
@@ -115,7 +117,7 @@ class SpillFile:
         try:
             self._transfer(os.pwrite, first, last, slot.offset)
         except OSError as error:
-            raise self._failure("writing", error) from error
+            raise self._failure(f"writing {format_bytes(slot.nbytes)}", error) from error
 
     def read(self, slot: Slot, address: int) -> None:
         """Copy the slot's bytes to memory at `address`; fastest where it has the phase that they left with."""
@@ -126,7 +128,7 @@ class SpillFile:
             else:
                 self._read_aside(first, last, slot.offset)
         except OSError as error:
-            raise self._failure("reading", error) from error
+            raise self._failure(f"reading {format_bytes(slot.nbytes)}", error) from error
         ctypes.memmove(address, slot.head, len(slot.head))
         ctypes.memmove(last, slot.tail, len(slot.tail))
 

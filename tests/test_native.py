@@ -1,0 +1,35 @@
+"""Our own C++: compiled once, and again where what is there is not what was compiled."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from outgrow.runtime.native import Code, built
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Code:
+    """A function that answers, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    return Code(source, ())
+
+
+def test_code_is_compiled_once(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not code.target.exists()
+    assert ctypes.CDLL(str(built(code))).answer() == 42
+    monkeypatch.setenv("CXX", "none")
+    monkeypatch.setenv("PATH", "")
+    assert built(code) == code.target
+
+
+@pytest.mark.parametrize("left", [0, 100, -1])
+def test_what_a_crash_of_the_machine_left_is_compiled_again(code: Code, left: int) -> None:
+    whole = built(code).read_bytes()
+    code.target.write_bytes(whole[:left])
+    assert ctypes.CDLL(str(built(code))).answer() == 42
+    assert code.target.read_bytes()[: len(whole) // 2] == whole[: len(whole) // 2]
