@@ -353,21 +353,17 @@ class Session:
             _LOG.info("fallback: an earlier step's values are still wanted; the cache decides in this step")
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
         records = self._kinds.should_record
-        self._modules = ModuleNames(self._models if records else ())
-        self._recorder = Recorder(self._ledger, self._modules, kinds) if records else None
+        self._recorder = Recorder(self._ledger, ModuleNames(self._models), kinds) if records else None
         watch = records or plan is None or self._wary or self._watches_all or not plan.keeps_everything
         # What the plan knows nothing of may take its room; graphs of earlier steps have to leave for it.
         watch = watch or self._is_fuller_than(plan) or any(True for _ in self._pool.spare())
         watch = watch or self._kinds.come_in_no_order  # what goes by another plan later has its ops pass then, too
         verdicts = Verdicts() if kind is None else kind.verdicts
-        with ExitStack() as undo:
-            if self._recorder is not None:
-                undo.enter_context(self._modules)
-                self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
-            fits, is_foreign = kind is not None and kind.fits, kind is not None and kind.is_foreign
-            self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch, fits=fits, is_foreign=is_foreign)
-            self._begun = plan
-            undo.pop_all()  # all is well: `_close_step` takes the hooks off
+        if self._recorder is not None:
+            self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
+        fits, is_foreign = kind is not None and kind.fits, kind is not None and kind.is_foreign
+        self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch, fits=fits, is_foreign=is_foreign)
+        self._begun = plan
 
     def _end(self, error: BaseException | None) -> None:
         with self._held:
@@ -381,8 +377,6 @@ class Session:
         finally:
             self._in_step = False
             self._executor.kept = self if self._pool.has_entries else None
-            if recorder is not None:
-                self._modules.__exit__(None, None, None)
         self._read_clock()
         expected = self._kinds.expected
         self._oom_retries += outcome.oom_retries

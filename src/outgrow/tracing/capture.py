@@ -139,23 +139,22 @@ def _record(
     device = next((parameter.device for model in models for parameter in model.parameters()), torch.device("cpu"))
     ledger = Ledger(device.type)
     kinds = storage_kinds(ledger, models, optimizers)
-    with ModuleNames(models) as modules:
-        recorder = Recorder(ledger, modules, kinds)
-        recorder.start(tensor for tensor, _ in training_state(models, optimizers))
-        ledger.on_death = recorder.died
-        mode = _CaptureMode(recorder, device.type, measured=measured)
+    recorder = Recorder(ledger, ModuleNames(models), kinds)
+    recorder.start(tensor for tensor, _ in training_state(models, optimizers))
+    ledger.on_death = recorder.died
+    mode = _CaptureMode(recorder, device.type, measured=measured)
 
-        def pack(tensor: torch.Tensor) -> _Handle:
-            with mode.paused():
-                # A detached alias: the tensor itself may be the node's own output, and would hold its graph.
-                alias = tensor.detach()
-            return _Handle(recorder, ledger.see(tensor), alias)
+    def pack(tensor: torch.Tensor) -> _Handle:
+        with mode.paused():
+            # A detached alias: the tensor itself may be the node's own output, and would hold its graph.
+            alias = tensor.detach()
+        return _Handle(recorder, ledger.see(tensor), alias)
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.unpack())
-        with eagerly(models), hooks, mode:
-            step()
-        result = recorder.finish(storage_kinds(ledger, models, optimizers), str(device.type), measured=measured)
-        ledger.close()
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.unpack())
+    with eagerly(models), hooks, mode:
+        step()
+    result = recorder.finish(storage_kinds(ledger, models, optimizers), str(device.type), measured=measured)
+    ledger.close()
     return result
 
 

@@ -6,16 +6,16 @@ a value that the runtime sends away and brings back is one value all the same.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
-from torch.utils.hooks import RemovableHandle
 
-from outgrow.tracing.compiled import compiled_modules
 from outgrow.tracing.convolution import DATA_GRADIENT, FORWARD, WEIGHT_GRADIENT, convolution_shape
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
@@ -25,6 +25,8 @@ from outgrow.tracing.ops import OpFacts, is_opaque, nbytes_of, written_tensors
 _LET_GO = frozenset({Kind.TEMPORARY, Kind.INPUT})
 # A model that hoards its activations would otherwise make each op look at all of them.
 _LOOKS_PER_OP = 32
+# What runs while a module does.
+_CALL = torch.nn.Module._call_impl.__code__
 
 
 @dataclass(slots=True)
@@ -389,60 +391,40 @@ class Recorder:
 
 
 class ModuleNames:
-    """Which module runs, by name, from hooks that are there only while a step is recorded.
+    """Which module runs, by name.
 
-    Hooks on each module rather than one for all: torch.compile warns of those.
+    The interpreter's stack tells. Hooks would go along where the program copies or saves a module meanwhile, and a
+    compiler would look into them.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._names: dict[int, str] = {}
-        self._modules: list[torch.nn.Module] = []
-        inside = {id(item) for module in compiled_modules(models) for item in module.modules()}
         for model in models:
             for name, module in model.named_modules():
-                if id(module) not in self._names:
-                    self._names[id(module)] = name
-                    # A compiler would look into hooks, and a script takes none.
-                    if id(module) not in inside and not isinstance(module, torch.jit.ScriptModule):
-                        self._modules.append(module)
-        self._stack: list[str] = []
-        self._handles: list[RemovableHandle] = []
+                self._names.setdefault(id(module), name)
+        self._entered: list[str] = []
 
     @property
     def current(self) -> str:
         """The innermost module that runs, "" outside of any."""
-        return self._stack[-1] if self._stack else ""
-
-    def __enter__(self) -> ModuleNames:
-        try:
-            for module in self._modules:
-                self._handles.append(module.register_forward_pre_hook(self._enter))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._stack.clear()
+        if self._entered:
+            return self._entered[-1]
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _CALL:
+                name = self._names.get(id(frame.f_locals["self"]))
+                if name is not None:
+                    return name
+            frame = frame.f_back
+        return ""
 
     def enter(self, module: torch.nn.Module) -> None:
-        """A module begins to run, where no hook tells."""
-        self._stack.append(self._names.get(id(module), self.current))
+        """A module begins to run, and what it calls is its own."""
+        self._entered.append(self._names.get(id(module), self.current))
 
     def leave(self) -> None:
         """It has run."""
-        if self._stack:
-            self._stack.pop()
-
-    def _enter(self, module: torch.nn.Module, args: object) -> None:
-        self.enter(module)
-
-    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
-        self.leave()
+        self._entered.pop()
 
 
 def accumulates_gradient() -> bool:
