@@ -189,6 +189,52 @@ def test_a_program_that_changes_for_good_soon_follows_plans_again() -> None:
     assert all(planned(summaries)[frozen + 6 :])
 
 
+class Routed(nn.Module):
+    """Layers that some of the rows go through, other ones in each step, and a loss over some of the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            picked = x[:, 0] > 0
+            x = x.masked_scatter(picked[:, None], layer(x[picked])) + x.roll(1, 1)
+        (rows,) = torch.nonzero(x[:, 1] > 0, as_tuple=True)
+        return F.gelu(x[rows]).pow(2).mean()
+
+
+def routed(rows: Sequence[int] = (256,)) -> Make:
+    def make() -> Training:
+        model = Routed()
+        optimizer = momentum(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            loss = model(torch.randn(rows[k % len(rows)], 64, generator=torch.Generator().manual_seed(k)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    return make
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8, 1.5])
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all", "superneurons", RecomputeAll(), ParkAll()], ids=str)
+def test_steps_in_which_data_decides_on_sizes_follow_one_plan(policy: Any, share: float) -> None:
+    """What is saved is larger in some steps than the places that the plan has for it."""
+    summaries = assert_equal_and_inside(routed(), 16, budget_for(routed(), share), policy)
+    assert all(planned(summaries)[2:])
+
+
+def test_of_batches_of_two_sizes_in_which_data_decides_too_each_has_its_plan() -> None:
+    make = routed([256, 256, 192])
+    summaries = assert_equal_and_inside(make, 18, budget_for(routed(), 0.7))
+    assert sum(planned(summaries)[6:]) >= 9
+
+
 def test_the_budget_that_holds_a_batch_holds_a_smaller_one_the_first_time_that_it_comes() -> None:
     """The last batch of an epoch departs from the plan, and nobody knows what it needs."""
     budget = budget_for(batches_of([16]), 0)

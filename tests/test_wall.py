@@ -502,6 +502,23 @@ def test_an_op_whose_need_depends_on_data_counts_as_seen_once_it_ran() -> None:
     assert not need.measured
 
 
+def test_what_took_more_than_was_guessed_is_guessed_higher_at_other_sizes() -> None:
+    func, needs = torch.ops.aten.masked_scatter_backward.default, OpNeeds()
+
+    def need(rows: int) -> tuple[Any, int]:
+        mask = torch.ones(256, 1, dtype=torch.bool)
+        signature, found = needs.before(func, facts_of(func), (torch.ones(256, 64), mask, (rows, 64)), {})
+        return signature, found.likely_bytes
+
+    _, before = need(80)
+    signature, guess = need(100)
+    needs.measured(signature, 3 * guess)
+    assert need(120)[1] > 3 * before
+    assert need(100)[1] == 3 * guess  # it was seen
+    func = torch.ops.aten.add.Tensor  # others are guessed as before
+    assert needs.before(func, facts_of(func), (torch.ones(64, 64), torch.ones(64, 64)), {})[1].likely_bytes < guess
+
+
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("std::bad_alloc")], ids=repr)
 def test_a_step_that_went_well_does_not_fail_for_want_of_memory_to_plan(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception

@@ -35,7 +35,8 @@ class StepKind:
     """One kind of step that was met: its plan, and how that fares.
 
     Attributes:
-        packs: bytes of the tensors that autograd saves, in order; what tells kinds apart.
+        packs: bytes of the tensors that autograd saves, in order, -1 for those whose size depends on data; what tells
+            kinds apart.
         plan: for the next step of this kind, with the trace that it was made from.
         steady: the trace shows the step as it is from now on; else the next one is recorded too.
         measured_peak: live bytes at the peak of the recorded step.
@@ -68,6 +69,21 @@ class StepKind:
     is_foreign: bool = False
     number: int = 0
     syncs: tuple[bool, ...] = ()
+
+    def begins_with(self, packs: Sequence[int]) -> bool:
+        """Whether its steps begin by saving tensors of so many bytes."""
+        return len(packs) <= len(self.packs) and tuple(packs) == self._filled(packs)
+
+    def is_of(self, packs: Sequence[int]) -> bool:
+        """Whether a step that saved tensors of so many bytes is of this kind."""
+        return len(packs) == len(self.packs) and self.begins_with(packs)
+
+    def _filled(self, packs: Sequence[int]) -> tuple[int, ...]:
+        """As much of its own as `packs` has, with what depends on data as it is there."""
+        own = self.packs[: len(packs)]
+        if -1 not in own:
+            return own
+        return tuple(there if nbytes < 0 else nbytes for nbytes, there in zip(own, packs, strict=True))
 
     @property
     def likely_peak(self) -> int:
@@ -154,9 +170,10 @@ class Kinds:
     def expect(self, plan: Plan) -> None:
         """A plan is there before the first step: it is followed at once, and trusted as far as its trace is."""
         measured = plan.problem.trace.measured
-        packs = tuple(item.nbytes for item in plan.problem.trace.saved)
         peak = plan.simulate().peak_bytes
-        self.expected = StepKind(packs, plan.laid_out(), measured, peak, 0.0, is_foreign=True, syncs=self.syncs)
+        self.expected = StepKind(
+            plan.problem.trace.packs, plan.laid_out(), measured, peak, 0.0, is_foreign=True, syncs=self.syncs
+        )
         self._all = [self._numbered(self.expected)]
         self._recordings_left = 0 if measured else 1
 
@@ -177,12 +194,11 @@ class Kinds:
 
     def known(self, packs: tuple[int, ...]) -> StepKind | None:
         """The kind of a step by what it saved, if it was met before."""
-        return next((kind for kind in self._such() if kind.packs == packs), None)
+        return next((kind for kind in self._such() if kind.is_of(packs)), None)
 
     def find(self, packs: Sequence[int]) -> StepKind | None:
         """Another kind than is expected, the most frequent whose steps begin by saving this."""
-        start = tuple(packs)
-        others = (kind for kind in self._such() if kind is not self.expected and kind.packs[: len(start)] == start)
+        others = (kind for kind in self._such() if kind is not self.expected and kind.begins_with(packs))
         return max(others, key=self._frequency, default=None)
 
     def turn_to(self, kind: StepKind) -> bool:

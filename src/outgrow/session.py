@@ -471,7 +471,7 @@ class Session:
             self._refuse_what_cannot_fit(plan)
         seconds = time.perf_counter() - start
         if known is None:
-            known = StepKind(outcome.packs, plan, steady, outcome.peak_bytes, seconds, syncs=self._kinds.syncs)
+            known = StepKind(trace.packs, plan, steady, outcome.peak_bytes, seconds, syncs=self._kinds.syncs)
             sizes = (len(trace.ops), len(trace.saved), format_bytes(outcome.peak_bytes))
             _LOG.info("recorded a new kind of step: %d ops, %d saved tensors, peak %s", *sizes)
             _LOG.info("planned: %s", in_a_line(plan, seconds))

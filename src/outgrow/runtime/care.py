@@ -40,6 +40,9 @@ _LIBRARY_BYTES = 128 << 20
 _OF_LIBRARIES = ("aten.convolution", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._cudnn", "aten.cudnn")
 # A step counter among an op's arguments makes a new signature in every step.
 _MOST_SIGNATURES = 1 << 16
+# Guesses of fewer bytes than this teach nothing, and no lesson goes further.
+_LITTLE = 4096
+_MOST_TAUGHT = 32.0
 
 
 class OpNeeds:
@@ -57,6 +60,7 @@ class OpNeeds:
         self._open_convolutions = open_convolutions
         self._searched: set[Hashable] = set()
         self._needs: dict[Hashable, Need] = {}
+        self._taught: dict[Hashable, float] = {}  # how many times its guess an op took, by family
 
     def before(
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -76,6 +80,9 @@ class OpNeeds:
                 self._searched.clear()
             extra = _LIBRARY_BYTES if self._device_type == "cuda" and facts.name.startswith(_OF_LIBRARIES) else 0
             need = _guess(func, facts, args, kwargs, extra)
+            if self._device_type == "cpu":
+                factor = self._taught.get(_family(signature), 1)
+                need = replace(need, likely_bytes=int(factor * need.likely_bytes))
             if self._open_convolutions and "convolution" in facts.name:
                 need = Need(need.certain_bytes, need.certain_bytes, measured=False, is_open=True)
             self._needs[signature] = need
@@ -92,6 +99,10 @@ class OpNeeds:
         known = self._needs.get(signature)
         if known is not None and known.is_open:
             return False
+        if known is not None and not known.seen and rise_bytes > known.likely_bytes > _LITTLE:
+            family = _family(signature)
+            factor = self._taught.get(family, 1) * rise_bytes / known.likely_bytes
+            self._taught[family] = min(factor, _MOST_TAUGHT)
         if known is not None and known.depends_on_data:
             most = max(known.likely_bytes, rise_bytes)
             self._needs[signature] = Need(0, most, measured=False, depends_on_data=True, seen=True)
@@ -101,6 +112,16 @@ class OpNeeds:
         elif signature is not None:
             self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True, seen=True)
         return True
+
+
+def _family(signature: Hashable) -> Hashable:
+    """What calls have in common whose guesses are too low by about as much: one is right for others in its name."""
+    assert isinstance(signature, tuple)
+    name, given = signature[:2]
+    if not _is_convolution(signature):
+        return name
+    _, weight_shape, *_ = given[2 if "backward" in name else 1]
+    return name, weight_shape[1] == 1, *weight_shape[2:]
 
 
 def _is_convolution(signature: Hashable) -> bool:
@@ -155,6 +176,8 @@ def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, 
         read += made
     workspace = _guess_workspace(facts.name, read, made) + _columns_bytes(func, args, made)
     workspace += _partial_sums_bytes(func, args)
+    if facts.name.startswith("aten.masked_scatter"):  # counts, in 64 bits, what the mask picks
+        workspace += torch.int64.itemsize * max(tensor.numel() for tensor in tensors)
     if extra:  # a library that is refused nothing: what it takes beyond this passes the budget
         workspace = 2 * workspace + extra
     return Need(made, made + workspace, measured=False)

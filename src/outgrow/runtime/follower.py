@@ -91,18 +91,21 @@ class Follower:
             return False
         tick = trace.ticks[number]
         saved = trace.saved[tick.saved]
-        if tick.event is not event or tick.saved != handle.number or saved.nbytes != handle.nbytes:
+        value = trace.values[saved.value]
+        if tick.event is not event or tick.saved != handle.number:
+            return False
+        if saved.nbytes != handle.nbytes and not value.varies:
             return False
         if entry is not None and (
-            entry.nbytes != trace.values[saved.value].nbytes  # a window as large as before on a larger storage
+            (entry.nbytes != value.nbytes and not value.varies)  # a window as large as before on a larger storage
             or self._entry_for(saved.value, entry) is not entry
             or not self._parking.agrees(saved.value, entry)
         ):
             return False
         try:
-            for action, value, offset in self._actions.get(number, ()):
-                if number != self._cleared or action in BACK or value == saved.value:
-                    self._act(action, value, offset)
+            for action, target, offset in self._actions.get(number, ()):
+                if number != self._cleared or action in BACK or target == saved.value:
+                    self._act(action, target, offset)
             if self._deferred:
                 rise = self._rise_ahead(tick.op)
                 while self._deferred and self._deferred[0](rise):
@@ -129,7 +132,10 @@ class Follower:
         if target is None or target.handles == 0:
             return
         if action == "out":
-            self._pool.start_out(target, offset)
+            assert self._plan is not None
+            # What data made larger than its place goes where there is room.
+            has_room = target.nbytes <= self._plan.problem.trace.values[value].nbytes
+            self._pool.start_out(target, offset if has_room else None)
         elif action == "drop":
             with self._demand.paused(), self._parking.peeking():  # its recipe is tried beside the true value
                 self._recomputer.drop(target, value)

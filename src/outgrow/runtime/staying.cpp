@@ -29,7 +29,7 @@ const c10::DispatchKeySet kWrapped({c10::DispatchKey::Batched, c10::DispatchKey:
 // What is known of a saved tensor beforehand; as in staying.py.
 struct Expected {
   int64_t role;
-  int64_t nbytes;   // of the tensor
+  int64_t nbytes;   // of the tensor; -1 if that depends on data
   int64_t counted;  // of its value, if this is the first tensor on it that is saved
   int64_t storage;  // where training state lies, once it was seen there; else 0
 };
@@ -196,7 +196,9 @@ Stay* stay_for(Stays& self, PyObject* item) {
   if (is_true(PyObject_CallNoArgs(self.is_compiling)) || PyErr_Occurred()) return nullptr;
   const auto& next = static_cast<const Expected*>(self.expected.buf)[self.number];
   const at::Tensor& tensor = THPVariable_Unpack(item);
-  if (next.role == kMoves || !is_plain(tensor) || static_cast<int64_t>(tensor.nbytes()) != next.nbytes) return nullptr;
+  if (next.role == kMoves || !is_plain(tensor)) return nullptr;
+  const auto nbytes = static_cast<int64_t>(tensor.nbytes());
+  if (next.nbytes >= 0 && nbytes != next.nbytes) return nullptr;
   if (self.strays != Py_None && (is_true(PyObject_CallNoArgs(self.strays)) || PyErr_Occurred())) return nullptr;
   const bool is_state = next.role == kIsState;
   if (is_state) {
@@ -226,7 +228,7 @@ Stay* stay_for(Stays& self, PyObject* item) {
   }
   stay->epoch = self.epoch;
   stay->number = self.number;
-  stay->nbytes = next.nbytes;
+  stay->nbytes = nbytes;
   stay->version = tensor._version();
   self.kept_bytes += next.counted;
   return stay;

@@ -213,10 +213,10 @@ def _expected(plan: Plan) -> tuple[array[int], array[int]]:
     """What staying.cpp is told of the saved tensors under a plan, and of its ticks."""
     trace = plan.problem.trace
     expected: array[int] = array("q")
-    for saved, counted in zip(trace.saved, stays_of(plan), strict=True):
+    for saved, nbytes, counted in zip(trace.saved, trace.packs, stays_of(plan), strict=True):
         is_state = trace.values[saved.value].kind not in (Kind.INPUT, Kind.ACTIVATION, Kind.TEMPORARY)
         role = _MOVES if counted < 0 else _IS_STATE if is_state else _STAYS
-        expected.extend((role, saved.nbytes, max(0, counted), 0))
+        expected.extend((role, nbytes, max(0, counted), 0))
     actions = actions_of(plan)
     codes = array(
         "q",

@@ -26,6 +26,7 @@ COMPILED = OpFacts(
     is_collective=False,
     over_lists=False,
     sized_by_floats=False,
+    sized_by_data=False,
 )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from outgrow.errors import TraceMismatch
 from outgrow.tracing.convolution import is_convolution_shape
 
-FORMAT = "outgrow-trace-5"
+FORMAT = "outgrow-trace-6"
 COMPILED_OP = "outgrow.compiled"  # the name of a call of a module that torch.compile compiled
 
 
@@ -90,7 +90,8 @@ class Value:
 
     `birth` is the op that makes it, -1 if it was there before the step; `death` the first op at which its
     memory is free (or holds the next version), `len(ops)` if it outlives the step. `held` is the first op
-    from which on nothing but saved tensors holds it: before that, letting go of it frees no memory.
+    from which on nothing but saved tensors holds it: before that, letting go of it frees no memory. `varies`: data
+    may give it another size in the next step.
     """
 
     storage: int
@@ -100,6 +101,7 @@ class Value:
     birth: int
     held: int
     death: int
+    varies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,11 @@ class Trace:
     def bytes_before(self) -> int:
         """Bytes of the values that are there before the step."""
         return self.resident_bytes(-1)
+
+    @cached_property
+    def packs(self) -> tuple[int, ...]:
+        """Bytes of each saved tensor, in order; -1 for those whose size depends on data."""
+        return tuple(-1 if self.values[saved.value].varies else saved.nbytes for saved in self.saved)
 
     @property
     def first_saves(self) -> list[int]:

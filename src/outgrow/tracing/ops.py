@@ -63,6 +63,7 @@ class OpFacts:
     may write to them for as long as nobody has waited for that. Its schema does not say that it writes.
     `over_lists`: it takes lists of tensors in turn: where it fails, half of them may be done.
     `sized_by_floats`: numbers that need not be whole say how much it makes.
+    `sized_by_data`: what its tensors hold may say so: `nonzero`, an index that is a mask.
     """
 
     name: str
@@ -78,6 +79,7 @@ class OpFacts:
     is_collective: bool
     over_lists: bool
     sized_by_floats: bool
+    sized_by_data: bool
 
 
 def facts_of(func: Any) -> OpFacts:
@@ -111,6 +113,7 @@ def facts_of(func: Any) -> OpFacts:
         is_collective=is_collective,
         over_lists=over_lists,
         sized_by_floats=name.startswith(_SIZED_BY_FLOATS),
+        sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
     )
 
 
@@ -176,6 +179,13 @@ def is_opaque(tensor: torch.Tensor) -> bool:
     if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor):
         return True
     return tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor()
+
+
+def is_sized_by_data(facts: OpFacts, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether what a call makes has the size that the contents of its inputs say."""
+    if not facts.sized_by_data or facts.name != "aten.index.Tensor":
+        return facts.sized_by_data
+    return any(index.dtype in (torch.bool, torch.uint8) for index in inputs[1:])
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from outgrow.tracing.convolution import DATA_GRADIENT, FORWARD, WEIGHT_GRADIENT, convolution_shape
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, is_opaque, nbytes_of, written_tensors
+from outgrow.tracing.ops import OpFacts, is_opaque, is_sized_by_data, nbytes_of, written_tensors
 
 # Kinds of value that somebody lets go of during a step; the others are training state.
 _LET_GO = frozenset({Kind.TEMPORARY, Kind.INPUT})
@@ -42,6 +42,7 @@ class _Value:
     death: int = -1
     handles: int = 0
     present: bool = True
+    varies: bool = False
 
 
 @dataclass(slots=True)
@@ -107,10 +108,12 @@ class Recorder:
         in_backward = torch._C._current_graph_task_id() != -1
         read: dict[int, None] = {}
         moved = 0
+        varies = is_sized_by_data(facts, inputs)
         for position, tensor in enumerate(inputs):
             record = self._ledger.see(tensor)
             if record is not None:
                 value = self._value_of(record)
+                varies = varies or self._values[value].varies
                 if position > 0 or not facts.reads_shape:
                     read[value] = None
                     moved += nbytes_of(tensor)
@@ -131,6 +134,7 @@ class Recorder:
                 known = self._new_value(record, 0, Kind.TEMPORARY, now)
                 new_bytes += record.nbytes
                 born[known] = None
+                self._values[known].varies = varies
                 if facts.is_blank:
                     self._blank[known] = now
             if accumulates:
@@ -349,6 +353,7 @@ class Recorder:
             birth=value.birth,
             held=held,
             death=death,
+            varies=value.varies,
         )
 
     def _value_of(self, record: StorageRecord) -> int:
@@ -374,7 +379,9 @@ class Recorder:
         value.death = now
         value.present = False
         self._watched.pop(record.serial, None)
-        return self._new_value(record, value.version + 1, value.kind, now)
+        index = self._new_value(record, value.version + 1, value.kind, now)
+        self._values[index].varies = value.varies
+        return index
 
     def _look_at_holders(self) -> None:
         """Date the moment at which only saved tensors hold a value: the plain step's lifetime depends on it."""
