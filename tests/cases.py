@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 
 import torch
+from torch._guards import active_fake_mode
 
 from outgrow.networks import find
 from steps import Make, Training
@@ -31,11 +32,19 @@ CASES = (
 def training_of(name: str, size: int, batch: int) -> Make:
     network = find(name)
     classes = network.classes if network.kind == "text" else 10
-    torch.manual_seed(0)
-    first = network.build(size, classes)  # to draw a hundred million parameters takes longer than a step
+    built: list[torch.nn.Module] = []  # once: to draw a hundred million parameters takes longer than a step
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return network.build(size, classes)
 
     def make() -> Training:
-        model = deepcopy(first)
+        if active_fake_mode() is not None:
+            model = build()
+        else:
+            if not built:
+                built.append(build())
+            model = deepcopy(built[0])
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
         def run(k: int) -> torch.Tensor:

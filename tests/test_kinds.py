@@ -47,12 +47,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ],
 )
 def test_kinds_that_take_turns_are_foretold_once_each_turn_was_seen(pattern: str, unforeseen: int) -> None:
-    turns, foretold = Turns(), []
+    turns, foretold, latest = Turns(), [], 0
     for name in islice(cycle(pattern), 5 * len(pattern)):
-        foretold.append(turns.next == ord(name))
-        turns.came(ord(name))
+        foretold.append((turns.next or latest) == ord(name))
+        latest = ord(name)
+        turns.came(latest)
     assert all(foretold[unforeseen:])
     assert not foretold[0]
+
+
+def test_a_long_row_of_one_kind_is_remembered_by_its_end_alone() -> None:
+    turns = Turns()
+    for _ in range(2):
+        for kind in [1] * 5000 + [2]:
+            turns.came(kind)
+    for _ in range(5000):
+        assert turns.next in (0, 1)
+        turns.came(1)
+    assert turns.next == 2
 
 
 def test_after_a_step_that_nobody_knows_what_follows_it_is_foretold_too() -> None:

@@ -113,7 +113,8 @@ class Turns:
 
     So it is when as many steps of this kind have come in a row, after as many of the kind before; or, if that is new,
     when as many of this kind have come. That foretells the steps of two networks that are trained in turn, one to one
-    or five to one, and the smaller last batch of each epoch from the second one on.
+    or five to one, and the smaller last batch of each epoch from the second one on. Only that another kind came is
+    remembered, and what came there since.
     """
 
     def __init__(self) -> None:
@@ -122,11 +123,13 @@ class Turns:
 
     def came(self, kind: int) -> None:
         """A step of kind number `kind` is over; 0: nobody knows its kind."""
+        latest, count = self._now
         if kind:
             if len(self._followed_by) >= _MOST_SITUATIONS:
                 self._followed_by.clear()
-            self._followed_by.update(dict.fromkeys(self._situations(), kind))
-        latest, count = self._now
+            for situation in self._situations():
+                if kind != latest or situation in self._followed_by:
+                    self._followed_by[situation] = kind
         if kind == latest:
             self._now = (kind, count + 1)
         else:
@@ -134,7 +137,7 @@ class Turns:
 
     @property
     def next(self) -> int:
-        """The number of the next step's kind; 0 where it was never like this before."""
+        """The number of the next step's kind; 0 where no other kind ever came when it was like this."""
         found = (self._followed_by.get(situation, 0) for situation in self._situations())
         return next((kind for kind in found if kind), 0)
 
@@ -228,6 +231,8 @@ class Kinds:
         """A step was recorded, and was of this kind, which may be new."""
         if all(known is not kind for known in self._all):
             self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
+        elif kind.steady:  # the stranger came again
+            self._recordings_left = 0
         self.expected = kind
 
     def departed(self, packs: tuple[int, ...]) -> None:

@@ -342,6 +342,7 @@ class Session:
             self._held = undo.pop_all()
         self._thread = here
         self._in_step = True
+        self._executor.kept = self  # should nobody hold the step that is open
 
     def _open_step(self) -> None:
         self._executor.come_here()

@@ -212,6 +212,22 @@ def costed(trace: Trace, hardware: Hardware | None = None, workspace: Workspace 
     return with_costs(trace, this_machine() if hardware is None else hardware, workspace)
 
 
+def is_own(network: str) -> bool:
+    """Whether NETWORK is a function in a file and not the name of a network."""
+    return network.endswith(".py") or ".py:" in network
+
+
+def find_listed(name: str) -> Network:
+    """The network of a name, for commands that take no function in a file.
+
+    Raises:
+        UnknownNetwork, OptionError: see their messages.
+    """
+    if is_own(name):
+        raise OptionError(f"{name}: a step of your own goes with train, plan (and its --report) and tune")
+    return find(name)
+
+
 def make_job(options: Options, memory_bytes: int | None = None) -> Job:
     """Check what a command was given, and fill in what it was not.
 
@@ -222,7 +238,7 @@ def make_job(options: Options, memory_bytes: int | None = None) -> Job:
     Raises:
         UnknownNetwork, UnknownPolicy, InvalidBudget, DataError, OptionError: see their messages.
     """
-    network = find(options.network)
+    network = find_listed(options.network)
     image_size = network.image_size if options.image_size is None else options.image_size
     if image_size != network.image_size:
         _check_that_it_builds(network, image_size)

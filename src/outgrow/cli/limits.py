@@ -12,13 +12,12 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from outgrow.cli.job import OptionError, make_job
+from outgrow.cli.job import OptionError, find_listed, make_job
 from outgrow.cli.options import Options
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware
 from outgrow.cost.workspaces import find_workspace
-from outgrow.networks import find
 from outgrow.planning.policies import find as find_policy
 from outgrow.tracing.ir import Trace
 from outgrow.tuning.limits import Limit, largest
@@ -71,7 +70,7 @@ def limits(family: str, what: What, options: Options, hardware: str | None, as_j
 def _members(family: str, what: What, options: Options) -> tuple[Callable[[int], str], Options]:
     """The name of the network of each size, and the options with a network that exists."""
     if what == "batch":
-        name = find(family).name
+        name = find_listed(family).name
         return (lambda size: name), replace(options, network=name)
     name_of = _DEPTHS.get(family.strip().lower())
     if name_of is None:

@@ -11,9 +11,9 @@ from rich.table import Table
 from torch import nn
 
 import outgrow
-from outgrow.cli.job import costed, make_job
+from outgrow.cli.job import costed, find_listed, make_job
 from outgrow.cli.options import Options
-from outgrow.networks import find, names
+from outgrow.networks import names
 from outgrow.progress import counting_bar
 from outgrow.tracing.liveness import plain_profile
 from outgrow.units import format_bytes
@@ -21,7 +21,7 @@ from outgrow.units import format_bytes
 
 def networks(chosen: Sequence[str], batch: int, as_json: bool) -> None:
     """Print the networks of these names, all of them if there are none."""
-    known = [find(name).name for name in chosen or names()]
+    known = [find_listed(name).name for name in chosen or names()]
     rows = []
     with counting_bar() as progress:
         task = progress.add_task("", total=len(known))

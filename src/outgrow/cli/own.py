@@ -136,11 +136,6 @@ class OwnJob:
             raise OwnFileError(f"{_place(self.path, error)}: {what}: {_said(error)}") from error
 
 
-def is_own(network: str) -> bool:
-    """Whether NETWORK is a function in a file and not the name of a network."""
-    return network.endswith(".py") or ".py:" in network
-
-
 def make_own_job(options: Options, given: Collection[str], memory_bytes: int | None = None) -> OwnJob:
     """Run the file and check what the command was given with it.
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
-from outgrow.cli.job import OptionError, gpu_here, make_job
+from outgrow.cli.job import OptionError, gpu_here, is_own, make_job
 from outgrow.cli.options import Options
 from outgrow.cli.outputs import NO_OUTPUTS, Outputs
-from outgrow.cli.own import is_own, make_own_job
+from outgrow.cli.own import make_own_job
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_machine
 from outgrow.cost.profiles import find_hardware

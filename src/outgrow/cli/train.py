@@ -23,7 +23,7 @@ from torch import nn
 
 import outgrow
 from outgrow.cli.datasets import WHOLE, Batch, Part
-from outgrow.cli.job import Job, OptionError, check_device, make_job
+from outgrow.cli.job import Job, OptionError, check_device, is_own, make_job
 from outgrow.cli.memory import PeakMeter, resident_bytes, settle
 from outgrow.cli.options import DeviceName, Options
 from outgrow.cli.outputs import NO_OUTPUTS, Outputs
@@ -80,13 +80,13 @@ def train(
     """
     from outgrow.cli import own  # it trains with what is here
 
-    is_own = own.is_own(options.network)
+    has_own_step = is_own(options.network)
     check_device(options.device)
     memory = torch.cuda.mem_get_info()[1] if options.device == "cuda" else None
-    job: Reported = own.make_own_job(options, given) if is_own else make_job(options, memory)
+    job: Reported = own.make_own_job(options, given) if has_own_step else make_job(options, memory)
     _refuse_idle_options(options, outputs, followed)
-    _refuse_workspace_on_cpu(options, is_own)
-    _refuse_what_processes_cannot(nproc, outputs, followed, is_own, options.device)
+    _refuse_workspace_on_cpu(options, has_own_step)
+    _refuse_what_processes_cannot(nproc, outputs, followed, has_own_step, options.device)
     plan = None if followed is None else _load_plan(followed)
     outputs.check()
     stderr = Console(stderr=True)
@@ -336,8 +336,8 @@ def _refuse_idle_options(options: Options, outputs: Outputs, followed: Path | No
             raise OptionError(f"{name} needs a --budget: without one, plain PyTorch trains")
 
 
-def _refuse_workspace_on_cpu(options: Options, is_own: bool) -> None:
-    if options.workspace is not None and options.device == "cpu" and not is_own:
+def _refuse_workspace_on_cpu(options: Options, has_own_step: bool) -> None:
+    if options.workspace is not None and options.device == "cpu" and not has_own_step:
         raise OptionError(
             "--workspace is for --device cuda: on a CPU, convolutions take what oneDNN needs, and the session sees "
             "to it"
@@ -345,13 +345,13 @@ def _refuse_workspace_on_cpu(options: Options, is_own: bool) -> None:
 
 
 def _refuse_what_processes_cannot(
-    nproc: int, outputs: Outputs, followed: Path | None, is_own: bool, device: DeviceName
+    nproc: int, outputs: Outputs, followed: Path | None, has_own_step: bool, device: DeviceName
 ) -> None:
     if nproc == 1:
         return
     if device != "cpu":
         raise OptionError("--nproc trains on the CPU: leave it out, or --device")
-    if is_own:
+    if has_own_step:
         raise OptionError("--nproc is for the networks that have a name: start a step of your own with torchrun")
     if followed is not None:
         raise OptionError("--plan is of a step in one process: leave it out, or --nproc")

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outgrow.cli.datasets import epoch_samples
-from outgrow.cli.job import OptionError, make_job
+from outgrow.cli.job import OptionError, is_own, make_job
 from outgrow.cli.options import Options
-from outgrow.cli.own import is_own, make_own_job
+from outgrow.cli.own import make_own_job
 from outgrow.cli.plot import check_plot_path
 from outgrow.reporting.files import check_writable
 from outgrow.tracing.capture import TrainingStep

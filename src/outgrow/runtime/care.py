@@ -114,12 +114,12 @@ class OpNeeds:
         return True
 
 
-def _family(signature: Hashable) -> Hashable:
-    """What calls have in common whose guesses are too low by about as much: one is right for others in its name."""
+def _family(signature: Hashable) -> tuple[Hashable, ...]:
+    """What calls have in common whose guesses are too low by about as much: operator, and a convolution's window."""
     assert isinstance(signature, tuple)
     name, given = signature[:2]
     if not _is_convolution(signature):
-        return name
+        return (name,)
     _, weight_shape, *_ = given[2 if "backward" in name else 1]
     return name, weight_shape[1] == 1, *weight_shape[2:]
 
