@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-import outgrow
 from outgrow.planning.policies import Policy
 from steps import (
     ParkAll,
