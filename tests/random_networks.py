@@ -70,8 +70,23 @@ class PerPosition(nn.Module):
         return self.linear(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class Routed(nn.Module):
+    """A layer for some positions, as many as their contents say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(INPUT_CHANNELS, INPUT_CHANNELS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.permute(0, 2, 3, 1).reshape(-1, INPUT_CHANNELS)
+        picked = rows[:, 0] > rows.mean()
+        made = rows.masked_scatter(picked[:, None], F.gelu(self.linear(rows[picked])))
+        return made.view(x.shape[0], *x.shape[2:], INPUT_CHANNELS).permute(0, 3, 1, 2)
+
+
 leaves = st.one_of(
     st.just(("conv",)),
+    st.just(("routed",)),
     st.just(("linear",)),
     st.tuples(st.just("norm"), st.sampled_from(["batch", "group", "instance"])),
     st.tuples(st.just("activation"), st.sampled_from(["relu", "relu_", "gelu", "leaky_", "silu_", "elu"])),
@@ -100,6 +115,8 @@ def build(description: tuple) -> nn.Module:
         return nn.Conv2d(INPUT_CHANNELS, INPUT_CHANNELS, 3, padding=1)
     if kind == "linear":
         return PerPosition()
+    if kind == "routed":
+        return Routed()
     if kind == "norm":
         return {
             "batch": nn.BatchNorm2d(INPUT_CHANNELS),

@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import outgrow
 from outgrow.cli.datasets import DataError
-from outgrow.cli.job import OptionError, make_job
+from outgrow.cli.job import OptionError, is_own, make_job
 from outgrow.cli.main import run
-from outgrow.cli.own import OwnFileError, is_own, make_own_job
+from outgrow.cli.own import OwnFileError, make_own_job
 from outgrow.errors import OutgrowError
 from pages import PAGES, ROOT, blocks, commands, load_module, write_files
 
