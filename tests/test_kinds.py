@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, cycle, islice
 from random import Random
 from typing import Any
@@ -100,18 +100,15 @@ def network() -> nn.Module:
     )
 
 
-def batches_of(sizes: Sequence[int]) -> Make:
-    """Trains on batches of these sizes, over and over."""
+def trained_on(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int], torch.Tensor]) -> Make:
+    """Trains a network by its loss in each step."""
 
     def make() -> Training:
-        model = network()
+        model = build()
         optimizer = momentum(model.parameters())
 
         def run(k: int) -> torch.Tensor:
-            generator, size = torch.Generator().manual_seed(k), sizes[k % len(sizes)]
-            x = torch.randn(size, 3, 16, 16, generator=generator)
-            y = torch.randint(0, 10, (size,), generator=generator)
-            loss = F.cross_entropy(model(x), y)
+            loss = loss_of(model, k)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -120,6 +117,17 @@ def batches_of(sizes: Sequence[int]) -> Make:
         return Training([model], [optimizer], run)
 
     return make
+
+
+def batches_of(sizes: Sequence[int]) -> Make:
+    """Trains on batches of these sizes, over and over."""
+
+    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+        generator, size = torch.Generator().manual_seed(k), sizes[k % len(sizes)]
+        x = torch.randn(size, 3, 16, 16, generator=generator)
+        return F.cross_entropy(model(x), torch.randint(0, 10, (size,), generator=generator))
+
+    return trained_on(network, loss_of)
 
 
 def assert_equal_and_inside(make: Make, steps: int, budget: int, policy: Any = "auto") -> list[outgrow.Summary]:
@@ -171,26 +179,16 @@ def test_steps_in_no_order_turn_to_the_plans_of_their_kinds(policy: Any, share: 
 def thawing(after: int) -> Make:
     """Trains the last layer alone for some steps, and then all."""
 
-    def make() -> Training:
-        model = network()
-        optimizer = momentum(model.parameters())
-        for parameter in model[:-1].parameters():
-            parameter.requires_grad_(False)
+    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+        if k in (0, after):
+            for parameter in model[:-1].parameters():
+                parameter.requires_grad_(k == after)
+        loss: torch.Tensor = (
+            model(torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(k))).pow(2).mean()
+        )
+        return loss
 
-        def run(k: int) -> torch.Tensor:
-            if k == after:
-                for parameter in model.parameters():
-                    parameter.requires_grad_(True)
-            x = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(k))
-            loss = model(x).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return Training([model], [optimizer], run)
-
-    return make
+    return trained_on(network, loss_of)
 
 
 def test_a_program_that_changes_for_good_soon_follows_plans_again() -> None:
@@ -217,20 +215,11 @@ class Routed(nn.Module):
 
 
 def routed(rows: Sequence[int] = (256,)) -> Make:
-    def make() -> Training:
-        model = Routed()
-        optimizer = momentum(model.parameters())
+    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.randn(rows[k % len(rows)], 64, generator=torch.Generator().manual_seed(k)))
+        return loss
 
-        def run(k: int) -> torch.Tensor:
-            loss = model(torch.randn(rows[k % len(rows)], 64, generator=torch.Generator().manual_seed(k)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return Training([model], [optimizer], run)
-
-    return make
+    return trained_on(Routed, loss_of)
 
 
 @pytest.mark.parametrize("share", [0.6, 0.8, 1.5])
