@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, cycle, islice
 from random import Random
 from typing import Any
@@ -228,6 +229,21 @@ def test_steps_in_which_data_decides_on_sizes_follow_one_plan(policy: Any, share
     """What is saved is larger in some steps than the places that the plan has for it."""
     summaries = assert_equal_and_inside(routed(), 16, budget_for(routed(), share), policy)
     assert all(planned(summaries)[2:])
+
+
+@pytest.mark.parametrize("above", [1.02, 1.3])
+@pytest.mark.parametrize("policy", ["auto", "superneurons", ParkAll()], ids=str)
+def test_a_step_in_which_data_asks_for_more_than_ever_before_fits_what_holds_it(policy: Any, above: float) -> None:
+    """A tenth of the rows are picked for some steps, and then all of them."""
+
+    def loss_of(model: nn.Module, k: int, few: int = 8) -> torch.Tensor:
+        x = torch.randn(256, 64, generator=torch.Generator().manual_seed(k))
+        x[:, :2].copy_((torch.arange(256)[:, None] % 10 < (1 if k < few else 10)) * 2.0 - 1)
+        loss: torch.Tensor = model(x)
+        return loss
+
+    budget = int(bounds_of(trained_on(Routed, partial(loss_of, few=0)))[1] * above)
+    assert all(planned(assert_equal_and_inside(trained_on(Routed, loss_of), 14, budget, policy))[2:])
 
 
 def test_of_batches_of_two_sizes_in_which_data_decides_too_each_has_its_plan() -> None:

@@ -213,6 +213,22 @@ def test_scripts() -> None:
     assert_equal_to_plain(supervised(partly_scripted, shape=(64, 32)), share=0.8)
 
 
+@torch.library.custom_op("outgrow_test::short_convolution", mutates_args=())
+def short_convolution(x: torch.Tensor, taps: int) -> torch.Tensor:
+    return x + x.roll(taps, 0)
+
+
+short_convolution.register_autograd(lambda context, gradient: (gradient + gradient.roll(-1, 0), None))
+
+
+def test_an_operator_that_is_called_a_convolution() -> None:
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        out: torch.Tensor = short_convolution(model(x), 1)
+        return out
+
+    assert_equal_to_plain(supervised(lambda: nn.Linear(32, 10), forward, shape=(2048, 32)))
+
+
 class Hookless(nn.Linear):
     def register_forward_hook(self, *args: object, **options: object) -> None:  # type: ignore[override]
         raise RuntimeError("no hooks here")

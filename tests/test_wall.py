@@ -502,6 +502,15 @@ def test_an_op_whose_need_depends_on_data_counts_as_seen_once_it_ran() -> None:
     assert not need.measured
 
 
+def test_of_what_depends_on_data_only_what_was_seen_counts() -> None:
+    func, needs = torch.ops.aten.index.Tensor, OpNeeds()
+    flags, mask = torch.zeros(10_000, dtype=torch.bool), torch.ones(10_000, dtype=torch.bool)
+    signature, need = needs.before(func, facts_of(func), (flags, [mask]), {})
+    needs.measured(signature, 5 * need.likely_bytes)
+    rows = torch.ones(10_000, 64)
+    assert needs.before(func, facts_of(func), (rows, [mask]), {})[1].likely_bytes < 2 * rows.nbytes
+
+
 def test_what_took_more_than_was_guessed_is_guessed_higher_at_other_sizes() -> None:
     func, needs = torch.ops.aten.masked_scatter_backward.default, OpNeeds()
 

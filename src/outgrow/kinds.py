@@ -231,8 +231,6 @@ class Kinds:
         """A step was recorded, and was of this kind, which may be new."""
         if all(known is not kind for known in self._all):
             self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
-        elif kind.steady:  # the stranger came again
-            self._recordings_left = 0
         self.expected = kind
 
     def departed(self, packs: tuple[int, ...]) -> None:

@@ -355,7 +355,7 @@ class Session:
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
         records = self._kinds.should_record
         self._recorder = Recorder(self._ledger, ModuleNames(self._models), kinds) if records else None
-        watch = records or plan is None or self._wary or self._watches_all or not plan.keeps_everything
+        watch = records or plan is None or self._wary or self._watches_all or plan.needs_watch
         # What the plan knows nothing of may take its room; graphs of earlier steps have to leave for it.
         watch = watch or self._is_fuller_than(plan) or any(True for _ in self._pool.spare())
         watch = watch or self._kinds.come_in_no_order  # what goes by another plan later has its ops pass then, too
@@ -405,7 +405,8 @@ class Session:
         self._wary = self._wary or outcome.unseen
         if expected is not None and plan is not None and recorder is None and not self._kinds.has_turned:
             # What was proved will be dropped from now on, and wants room when it is made anew.
-            expected.fits = outcome.fits or (expected.fits and not outcome.proved)
+            fits = outcome.fits or (expected.fits and not outcome.proved)
+            expected.fits = fits and not plan.problem.trace.varies  # the next one may be larger
         is_known_well = outcome.followed and expected is not None and expected.steady
         if recorder is not None and not is_known_well:
             kinds = storage_kinds(self._ledger, self._models, self._optimizers)

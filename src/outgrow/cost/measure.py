@@ -37,8 +37,8 @@ _LINK_BANDWIDTH = 2e10
 _LINK_LATENCY_SECONDS = 2e-5
 _LAUNCH_SECONDS = 5e-6
 _MOST_MEASURED_BYTES = 16 << 20  # on a GPU pinned as well, for a moment
-_PRODUCT_SIZE = 768
 _LEAST_MEASURED_BYTES = 4 << 20
+_PRODUCT_SIZE = 768
 _DOCTORS_BYTES = 256 << 20  # a copy that takes milliseconds, so that its start counts for nothing
 
 
@@ -50,7 +50,7 @@ def this_machine(spare_bytes: int | None = None) -> Hardware:
     known = remembered()
     if known is not None:
         return known
-    spare = _DOCTORS_BYTES if spare_bytes is None else spare_bytes
+    spare = 2 * _MOST_MEASURED_BYTES if spare_bytes is None else spare_bytes
     flops_per_second, memory_bandwidth = _TYPICAL_FLOPS, _TYPICAL_BANDWIDTH
     with suppress(RuntimeError, MemoryError):  # out of memory
         if spare >= 3 * _PRODUCT_SIZE**2 * torch.float32.itemsize:

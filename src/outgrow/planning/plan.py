@@ -150,6 +150,11 @@ class Plan:
             return False
         return self.prediction.feasible and self.prediction.evicted_bytes == 0
 
+    @property
+    def needs_watch(self) -> bool:
+        """Whether somebody has to see the step's ops: to move something, or as the next one may need more."""
+        return not self.keeps_everything or self.problem.trace.varies
+
     def moves_as(self, other: Plan) -> bool:
         """Whether two plans are the same but for the times of their ops, which are set right now and then."""
         return (

@@ -40,6 +40,7 @@ _LIBRARY_BYTES = 128 << 20
 _OF_LIBRARIES = ("aten.convolution", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._cudnn", "aten.cudnn")
 # A step counter among an op's arguments makes a new signature in every step.
 _MOST_SIGNATURES = 1 << 16
+_PLACE_OF_WEIGHT = {"aten.convolution.default": 1, "aten.convolution_backward.default": 2}
 # Guesses of fewer bytes than this teach nothing, and no lesson goes further.
 _LITTLE = 4096
 _MOST_TAUGHT = 32.0
@@ -80,7 +81,7 @@ class OpNeeds:
                 self._searched.clear()
             extra = _LIBRARY_BYTES if self._device_type == "cuda" and facts.name.startswith(_OF_LIBRARIES) else 0
             need = _guess(func, facts, args, kwargs, extra)
-            if self._device_type == "cpu":
+            if self._device_type == "cpu" and not need.depends_on_data:
                 factor = self._taught.get(_family(signature), 1)
                 need = replace(need, likely_bytes=int(factor * need.likely_bytes))
             if self._open_convolutions and "convolution" in facts.name:
@@ -99,14 +100,14 @@ class OpNeeds:
         known = self._needs.get(signature)
         if known is not None and known.is_open:
             return False
-        if known is not None and not known.seen and rise_bytes > known.likely_bytes > _LITTLE:
-            family = _family(signature)
-            factor = self._taught.get(family, 1) * rise_bytes / known.likely_bytes
-            self._taught[family] = min(factor, _MOST_TAUGHT)
         if known is not None and known.depends_on_data:
             most = max(known.likely_bytes, rise_bytes)
             self._needs[signature] = Need(0, most, measured=False, depends_on_data=True, seen=True)
             return False
+        if known is not None and not known.seen and rise_bytes > known.likely_bytes > _LITTLE:
+            family = _family(signature)
+            factor = self._taught.get(family, 1) * rise_bytes / known.likely_bytes
+            self._taught[family] = min(factor, _MOST_TAUGHT)
         if self._searched_convolutions and signature not in self._searched and _is_convolution(signature):
             self._searched.add(signature)
         elif signature is not None:
@@ -118,9 +119,10 @@ def _family(signature: Hashable) -> tuple[Hashable, ...]:
     """What calls have in common whose guesses are too low by about as much: operator, and a convolution's window."""
     assert isinstance(signature, tuple)
     name, given = signature[:2]
-    if not _is_convolution(signature):
+    place = _PLACE_OF_WEIGHT.get(name)
+    if place is None:
         return (name,)
-    _, weight_shape, *_ = given[2 if "backward" in name else 1]
+    _, weight_shape, *_ = given[place]
     return name, weight_shape[1] == 1, *weight_shape[2:]
 
 

@@ -220,7 +220,8 @@ class Executor:
         last, self._last = self._last, None
         again = plan is not None and last is not None and last.moves_as(plan) and recorder is None
         # Where nobody watches, nobody makes room; and a search for an algorithm takes what it is not refused.
-        may_open = again and watch and not self._convolutions.searches
+        varies = plan is not None and plan.problem.trace.varies  # then its blocks are others each time
+        may_open = again and watch and not (self._convolutions.searches or varies)
         self._memory.begin_step(planned=plan is not None, again=may_open)
         if self._memory.is_counted:
             self._memory.count(self._room.budget_bytes)
@@ -436,7 +437,7 @@ class Executor:
         if self._parking.has_planned_places:  # where the other plan may put its own
             return False
         watched = self._current.is_watched
-        if not (watched or other.plan.keeps_everything):  # ops are numbered where they are watched
+        if not watched and other.plan.needs_watch:  # ops are numbered where they are watched
             return False
         on_demand = watched and self._can_park and not (other.fits and _begins_at(other.plan, ticks.tick - 1))
         parks = on_demand or self._parking.is_for(other.plan)

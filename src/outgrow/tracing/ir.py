@@ -164,6 +164,11 @@ class Trace:
         """Bytes of each saved tensor, in order; -1 for those whose size depends on data."""
         return tuple(-1 if self.values[saved.value].varies else saved.nbytes for saved in self.saved)
 
+    @cached_property
+    def varies(self) -> bool:
+        """Whether data decides how large anything is: another such step may need more."""
+        return any(value.varies for value in self.values)
+
     @property
     def first_saves(self) -> list[int]:
         """For each saved tensor the number of the first one that has the same value."""

@@ -116,6 +116,7 @@ def run_trial(
     stalls: list[float] = []
     paces: list[float] = []
     paced = 0.0
+    session: Session | None = None
     try:
         with terms.open(made, plan) as session:
             for _ in range(_WARM_UP_STEPS):
@@ -138,7 +139,7 @@ def run_trial(
             if afterwards is not None:
                 afterwards(made, session)
     finally:
-        del made
+        del made, session
         if any(part() is not None for part in parts):  # they hold themselves in a cycle
             gc.collect()  # of all that there is, which takes tenths of a second
     assert plan is not None, "every step that was recorded has a plan"
@@ -149,7 +150,7 @@ def _parts_of(made: TrainingStep) -> list[weakref.ref[object]]:
     """What was built for one candidate, and must be gone before the next one is built."""
     models, optimizers = as_sequence(made.model), as_sequence(made.optimizer)
     state = (tensor for tensor, _ in training_state(models, optimizers))
-    return [weakref.ref(part) for part in (*models, *optimizers, *state, made.step)]
+    return [weakref.ref(part) for part in (*models, *optimizers, *state)]
 
 
 def _are_enough(seconds: Sequence[float], steps: int, at_least: int) -> bool:
