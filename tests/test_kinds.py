@@ -208,10 +208,11 @@ class Routed(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            picked = x[:, 0] > 0
+        given = x
+        for number, layer in enumerate(self.layers):
+            picked = given[:, 0].roll(number) > 0
             x = x.masked_scatter(picked[:, None], layer(x[picked])) + x.roll(1, 1)
-        (rows,) = torch.nonzero(x[:, 1] > 0, as_tuple=True)
+        (rows,) = torch.nonzero(given[:, 1] > 0, as_tuple=True)
         return F.gelu(x[rows]).pow(2).mean()
 
 
@@ -231,10 +232,9 @@ def test_steps_in_which_data_decides_on_sizes_follow_one_plan(policy: Any, share
     assert all(planned(summaries)[2:])
 
 
-@pytest.mark.parametrize("above", [1.02, 1.3])
 @pytest.mark.parametrize("policy", ["auto", "superneurons", ParkAll()], ids=str)
-def test_a_step_in_which_data_asks_for_more_than_ever_before_fits_what_holds_it(policy: Any, above: float) -> None:
-    """A tenth of the rows are picked for some steps, and then all of them."""
+def test_a_step_in_which_data_asks_for_more_than_ever_before_fits_what_holds_it(policy: Any) -> None:
+    """A tenth of the rows are picked for some steps, and there is room to keep everything; then all of them."""
 
     def loss_of(model: nn.Module, k: int, few: int = 8) -> torch.Tensor:
         x = torch.randn(256, 64, generator=torch.Generator().manual_seed(k))
@@ -242,7 +242,8 @@ def test_a_step_in_which_data_asks_for_more_than_ever_before_fits_what_holds_it(
         loss: torch.Tensor = model(x)
         return loss
 
-    budget = int(bounds_of(trained_on(Routed, partial(loss_of, few=0)))[1] * above)
+    (plain_peak, _), (_, least) = (bounds_of(trained_on(Routed, partial(loss_of, few=few))) for few in (8, 0))
+    budget = int(1.05 * max(plain_peak, least))
     assert all(planned(assert_equal_and_inside(trained_on(Routed, loss_of), 14, budget, policy))[2:])
 
 
