@@ -28,7 +28,7 @@ from outgrow.planning.returns import in_turn
 from outgrow.planning.timeline import Recording
 from outgrow.planning.walk import Walk
 from plans import MAP_BYTES, Map, trace_of_maps
-from random_networks import INPUT_CHANNELS, build, descriptions
+from random_networks import INPUT_CHANNELS, build, traceable_descriptions
 from steps import RandomDecisions
 
 GPU = outgrow.Hardware("GPU", 12 << 30, 4e12, 2.4e11, 1e10, 1e10, 1e-5, 1e-6)
@@ -154,7 +154,7 @@ def test_no_policy_is_faster_than_auto_and_none_beats_the_bound(
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    description=descriptions,
+    description=traceable_descriptions,
     seed=st.integers(0, 2**32 - 1),
     hardware=st.sampled_from([GPU, SLOW_LINK, NO_LINK, SLOW_WAY_BACK, CPU_AND_DISK]),
     share=st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 0.02, 0.1])),
