@@ -87,7 +87,7 @@ class Executor:
     """Sets the hooks and the mode of a session's steps, follows their plans, and says what was measured.
 
     Attributes:
-        kept: what has to live as long as a graph that wants saved values of it: the session.
+        kept: what has to live while a step is open, and as long as a graph wants saved values: the session.
     """
 
     def __init__(

@@ -103,9 +103,9 @@ class Follower:
         ):
             return False
         try:
-            for action, target, offset in self._actions.get(number, ()):
-                if number != self._cleared or action in BACK or target == saved.value:
-                    self._act(action, target, offset)
+            for action, moved, offset in self._actions.get(number, ()):
+                if number != self._cleared or action in BACK or moved == saved.value:
+                    self._act(action, moved, offset)
             if self._deferred:
                 rise = self._rise_ahead(tick.op)
                 while self._deferred and self._deferred[0](rise):
