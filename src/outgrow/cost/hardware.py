@@ -10,6 +10,9 @@ from typing import Any
 
 from outgrow.errors import TraceMismatch
 
+# An op that is run again is taken down when it runs first and looked after as often as so many copies.
+_REPLAY_HANDLING = 4
+
 
 class OpClass(StrEnum):
     """Kinds of op that reach different shares of what a device could do."""
@@ -35,6 +38,8 @@ class Hardware:
         op_overhead_seconds: fixed cost of one op, in seconds.
         copy_cost_seconds_per_byte: time that a copy takes from the computation, per byte: on a CPU both share the
             cores; 0 where copies have an engine of their own.
+        handling_seconds: time that the computation waits for each copy, and for each saved tensor of what leaves, as
+            the thread that trains looks after them; 0 where that runs ahead of the device.
         device_type: "cpu" or "cuda": whose kernels run, and hold workspaces.
         flops_by_dtype: FLOP/s in other dtypes ("bfloat16"); what is not there runs as fast as float32.
         efficiency: by `OpClass`, the share of the roofline that such ops reach; 1 for what is not there.
@@ -49,6 +54,7 @@ class Hardware:
     copy_latency_seconds: float = 1e-4
     op_overhead_seconds: float = 1e-5
     copy_cost_seconds_per_byte: float = 0.0
+    handling_seconds: float = 0.0
     device_type: str = "cpu"
     flops_by_dtype: Mapping[str, float] = field(default_factory=dict)
     efficiency: Mapping[str, float] = field(default_factory=dict)
@@ -62,8 +68,12 @@ class Hardware:
         return self.copy_latency_seconds + nbytes / self.copy_in_bandwidth
 
     def copying_costs(self, nbytes: int) -> float:
-        """Time that copies of `nbytes` take from the computation, in seconds."""
-        return nbytes * self.copy_cost_seconds_per_byte
+        """Time that a copy of `nbytes` takes from the computation, in seconds."""
+        return self.handling_seconds + nbytes * self.copy_cost_seconds_per_byte
+
+    def replaying_costs(self, ops: int) -> float:
+        """Time that so many ops take when they are run again, beside what they compute, in seconds."""
+        return _REPLAY_HANDLING * ops * self.handling_seconds
 
     def roofline_seconds(self, flops: int, moved_bytes: int, dtype: str = "float32") -> float:
         """The time below which no op gets: its arithmetic or its memory traffic, whichever is slower.
@@ -103,7 +113,7 @@ def _is_possible(name: str, value: object) -> bool:
             isinstance(key, str) and _is_above_zero(number) for key, number in value.items()
         )
     return _is_above_zero(value) or (
-        name == "copy_cost_seconds_per_byte" and type(value) in (int, float) and value == 0
+        name in ("copy_cost_seconds_per_byte", "handling_seconds") and type(value) in (int, float) and value == 0
     )
 
 

@@ -150,7 +150,10 @@ def _copied_and_made_anew(main: Absence, unused: int) -> Absence:
 
 def _parked(problem: Problem, gap: Gap, first: int, saved: int | None = None) -> Absence:
     """A value that is parked; `saved` where it is one that autograd saves."""
-    anew = sources_of_gradient(problem, gap.value) is not None
+    anew_seconds = None
+    if sources_of_gradient(problem, gap.value) is not None:
+        birth = problem.trace.values[gap.value].birth
+        anew_seconds = problem.trace.ops[birth].seconds + problem.hardware.replaying_costs(1)
     return Absence(
         value=gap.value,
         nbytes=gap.nbytes,
@@ -158,6 +161,6 @@ def _parked(problem: Problem, gap: Gap, first: int, saved: int | None = None) ->
         leaves=first,
         dropped=first,
         wanted=gap.before_op,
-        anew_seconds=problem.trace.ops[problem.trace.values[gap.value].birth].seconds if anew else None,
+        anew_seconds=anew_seconds,
         shares_copy=saved is not None,
     )

@@ -32,6 +32,9 @@ class Columns:
         # Seconds of work that may be, that must be, and that is done; and of copies that take the device's time.
         self.begun, self.ended, self.worked = (self._levels(moments) for _ in range(3))
         self.handled_out, self.handled_back = (self._levels(moments) for _ in range(2))
+        # Of the latter: what does not grow with the bytes.
+        self.beside = self.count
+        self.count += 1
         # What is dropped, time that the device waits, and bytes that fit only because it waits for them to leave.
         self.dropped, self.stall, self.over = (self._levels(moments) for _ in range(3))
 

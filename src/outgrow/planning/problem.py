@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, wraps
@@ -163,6 +164,14 @@ class Problem:
                 found.append((start, end))
             start = end
         return tuple(found)
+
+    def handling_seconds(self, value: int) -> float:
+        """What the saved tensors of a value that leaves take of the computation's time, beside its copies."""
+        return self.hardware.handling_seconds * self._saves[value]
+
+    @cached_property
+    def _saves(self) -> Counter[int]:
+        return Counter(item.value for item in self.trace.saved)
 
     def is_state(self, value: int) -> bool:
         """Whether a value is training state that may leave in a backward pass."""

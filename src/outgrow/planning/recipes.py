@@ -89,7 +89,8 @@ class Recipes:
                     ask.append(index)
         order = tuple(sorted(ops))
         held, born = _sizes(trace, value, order)
-        return Recipe(value, order, tuple(sorted(sources)), sum(trace.ops[op].seconds for op in order), held, born)
+        seconds = sum(trace.ops[op].seconds for op in order) + self._problem.hardware.replaying_costs(len(order))
+        return Recipe(value, order, tuple(sorted(sources)), seconds, held, born)
 
 
 def _sizes(trace: Trace, value: int, ops: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

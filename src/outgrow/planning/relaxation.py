@@ -408,11 +408,18 @@ class Relaxation:
 
     def _add_handling(self, rows: Rows, columns: Columns) -> None:
         """While a copy takes the device's time, the lanes go on."""
-        cost = self._problem.hardware.copying_costs(UNIT)
+        cost = UNIT * self._problem.hardware.copy_cost_seconds_per_byte
+        # What a copy takes however small it is, and saved tensors do, may be taken at any time.
+        beside: Terms = []
+        for index in range(len(self._items)) if self._problem.hardware.handling_seconds else ():
+            copying = self._copies(index) * self._problem.hardware.handling_seconds
+            leaving = self._leaving_seconds(index)
+            beside += [(columns.offloaded[index], copying + leaving), (columns.recomputed[index], leaving)]
+        rows.equal(0.0, [(columns.beside, -1.0), *beside])
         last = len(self._moments) - 1
         for now in range(last + 1):
             # Copies that have not begun by the end of a moment have not taken any of that time.
-            rows.at_most(0.0, [(columns.handled_out[now], 1.0), (columns.packed[now], -cost)])
+            rows.at_most(0.0, [(columns.handled_out[now], 1.0), (columns.packed[now], -cost), (columns.beside, -1.0)])
             begun = columns.inside[now + 1] if now < last else columns.held[now]
             rows.at_most(0.0, [(columns.handled_back[now], 1.0), (begun, -cost)])
             # And those that are done have.
@@ -432,12 +439,23 @@ class Relaxation:
         costs = self._work(columns)
         hardware = self._problem.hardware
         for index, item in enumerate(self._items):
-            costs[columns.offloaded[index]] = hardware.copying_costs(item.nbytes * (1 if item.is_one_way else 2))
+            leaving = self._leaving_seconds(index)
+            costs[columns.offloaded[index]] = self._copies(index) * hardware.copying_costs(item.nbytes) + leaving
+            costs[columns.recomputed[index]] += leaving
             if index in columns.served:
                 costs[columns.served[index]] = -hardware.copying_costs(item.nbytes)
         costs[list(columns.stall)] = 1.0
         costs[list(columns.over)] = UNIT / hardware.copy_out_bandwidth + UNIT / hardware.copy_in_bandwidth
         return costs
+
+    def _copies(self, index: int) -> int:
+        """How many copies it takes that an item is away."""
+        return 1 if self._items[index].is_one_way else 2
+
+    def _leaving_seconds(self, index: int) -> float:
+        """What the saved tensors of an item take of the device's time, if it leaves."""
+        item = self._items[index]
+        return 0.0 if item.candidate is None else self._problem.handling_seconds(item.value)
 
     def _work(self, columns: Columns) -> NDArray[np.float64]:
         """Seconds of computation that it costs to make a whole share anew."""

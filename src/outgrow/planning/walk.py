@@ -106,6 +106,8 @@ class Walk:
         self._lent: list[int] = []  # training state that left in this backward pass
         self._remade = {item.value for item in plan.parks if item.remade}
         self._recent: OrderedDict[int, None] = OrderedDict()
+        self._handled: set[int] = set()  # what has left, once at least
+        self._replay_seconds = problem.hardware.replaying_costs(1)
         # Values that go again at once when they were made anew for another's sake.
         self._brief = {item.value for item in plan.recomputes if item.replay is Replay.MEMORY}
         self._actions = actions_of(plan)
@@ -325,7 +327,7 @@ class Walk:
         entry = self._entries[value]
         start = max(self._out_free, self.time)
         self._out_free = start + self.problem.hardware.copy_out_seconds(entry.nbytes) + self._late_seconds
-        cost = self.problem.hardware.copying_costs(entry.nbytes)
+        cost = self.problem.hardware.copying_costs(entry.nbytes) + self._handling_seconds(value)
         if self._recording is not None:
             self._recording.out.append(Span(activity, start, self._out_free, self._op, value))
             self._record_cost(cost, value)
@@ -333,8 +335,15 @@ class Walk:
         self._leaving.append((self._out_free, value))
         entry.leaving = True
 
+    def _handling_seconds(self, value: int) -> float:
+        """What a value's saved tensors take of the computation's time, as it leaves for the first time."""
+        if value in self._handled:
+            return 0.0
+        self._handled.add(value)
+        return self.problem.handling_seconds(value)
+
     def _record_cost(self, cost: float, value: int) -> None:
-        """Record the processor time that a copy takes from the computation."""
+        """Record the time that copies, and what leaves, take from the computation."""
         if cost:
             self._computed(Activity.COPYING, self.time, self.time + cost, self._op, value)
 
@@ -408,13 +417,14 @@ class Walk:
         self._live += entry.nbytes
         entry.resident, entry.parked = True, False
         self._burst_peak = max(self._burst_peak, self._live + op.workspace_bytes)
+        seconds = op.seconds + self._replay_seconds
         if self._recording is not None:
             self._recording.moved(value, arrives=True)
             level = self._live + op.workspace_bytes
-            self._computed(Activity.RECOMPUTE, self.time, self.time + op.seconds, birth, value, level)
+            self._computed(Activity.RECOMPUTE, self.time, self.time + seconds, birth, value, level)
         self._live -= self._source_bytes(value)
-        self.time += op.seconds
-        self.recompute += op.seconds
+        self.time += seconds
+        self.recompute += seconds
         self.recomputed_bytes += entry.nbytes
 
     def _source_bytes(self, value: int) -> int:
@@ -449,6 +459,10 @@ class Walk:
         entry = self._entries[value]
         if not entry.resident or entry.in_use or entry.leaving or entry.copied or entry.dead:
             return
+        cost = self._handling_seconds(value)
+        if self._recording is not None:
+            self._record_cost(cost, value)
+        self.time += cost
         entry.dropped = True
         if entry.held <= self._op:
             self._free(value)
@@ -505,10 +519,11 @@ class Walk:
             way = self._way(number, op, held + born)
             level = self._live + held + born + way.nbytes
             self._burst_peak = max(self._burst_peak, level)
+            seconds = way.seconds + self._replay_seconds
             if self._recording is not None:
-                self._computed(Activity.RECOMPUTE, self.time, self.time + way.seconds, number, value, level)
-            self.time += way.seconds
-            self.recompute += way.seconds
+                self._computed(Activity.RECOMPUTE, self.time, self.time + seconds, number, value, level)
+            self.time += seconds
+            self.recompute += seconds
         for source in sources:
             self._entries[source].in_use -= 1
         entry = self._entries[value]

@@ -240,7 +240,7 @@ def _guess_workspace(name: str, read: int, made: int) -> int:
 
 def _output_bytes(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """Bytes of new memory among the outputs, None where the shapes depend on data."""
-    if facts.writes and not facts.makes_outputs:
+    if not facts.makes_outputs:
         return 0
     if func.namespace != "aten":  # somebody's own code would run once more than in plain PyTorch
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -85,19 +86,31 @@ class Handle:
         if self.ghost._version != self._version:
             raise changed(self._dtype, self._shape, self._version, self.ghost._version)
 
-    def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The window on the value's memory, with size, stride and offset as they were, and its version counter.
-
-        A graph of the gradient saves the window, and has to see what is changed in place later on.
-        """
-        window = torch.empty(0, dtype=self._dtype, device=storage.device)
-        window.set_(storage, self._offset, self._shape, self._stride)
-        shared = self.ghost.detach()
-        shared.data = window
-        return shared
+    def rebuild(self, storage: torch.UntypedStorage, make: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """What autograd gets back: a window on the value's memory, made by `window` or like it."""
+        return make(self.ghost, storage, self._dtype, self._offset, self._shape, self._stride)
 
     def __del__(self) -> None:
         self.owner.released(self)
+
+
+def window(
+    versioned: torch.Tensor,
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> torch.Tensor:
+    """A window on memory, with size, stride and offset as they were, that shares a tensor's version counter.
+
+    A graph of the gradient saves it, and has to see what is changed in place later on.
+    """
+    plain = torch.empty(0, dtype=dtype, device=storage.device)
+    plain.set_(storage, offset, shape, stride)
+    shared = versioned.detach()
+    shared.data = plain
+    return shared
 
 
 def changed(dtype: torch.dtype, shape: torch.Size, version: int, now: int) -> RuntimeError:

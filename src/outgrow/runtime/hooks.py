@@ -249,7 +249,7 @@ class Hooks:
             if this_step:
                 self._tick(Event.UNPACK, handle, entry)
             self._pool.wait_in(entry)
-            tensor = handle.rebuild(storage)
+            tensor = handle.rebuild(storage, self.staying.window)
             self._room.fill_up()
             self._unpacked()
             return tensor

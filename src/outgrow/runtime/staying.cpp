@@ -1,4 +1,5 @@
-// Saved tensors that stay where they are, packed and unpacked without Python; staying.py says which, and why.
+// Saved tensors that stay where they are, packed and unpacked without Python; staying.py says which, and why. And the
+// windows on the memory of those that left and came back.
 //
 // `pack` and `unpack` of a `Stays` are the hooks of a session's steps. Whatever is not exactly what the plan foretells,
 // and what the plan acts at, goes to the hooks in Python.
@@ -9,8 +10,11 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils.h>
 
 #include <cstdint>
 #include <new>
@@ -375,7 +379,30 @@ PyMethodDef stays_methods[] = {{"pack", Stays_pack, METH_O, nullptr},
 
 PyTypeObject StaysType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "outgrow_staying", nullptr, -1, nullptr};
+// --- windows on memory that came back ---
+
+// As `window` in handles.py: (tensor that has the version counter, storage, dtype, offset, shape, strides).
+PyObject* window(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 6 || !THPVariable_Check(given[0]) || !THPStorage_Check(given[1]) || !THPDtype_Check(given[2])) {
+    PyErr_SetString(PyExc_TypeError, "window(tensor, storage, dtype, offset, shape, strides)");
+    return nullptr;
+  }
+  c10::Storage storage = THPStorage_Unpack(given[1]);
+  const c10::DispatchKeySet keys(storage.device_type() == c10::kCUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  const auto dtype = c10::scalarTypeToTypeMeta(reinterpret_cast<const THPDtype*>(given[2])->scalar_type);
+  const at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, dtype);
+  c10::TensorImpl* const impl = made.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(THPUtils_unpackLongs(given[4]), THPUtils_unpackLongs(given[5]), PyLong_AsLongLong(given[3]));
+  impl->set_version_counter(THPVariable_Unpack(given[0]).unsafeGetTensorImpl()->version_counter());
+  return THPVariable_Wrap(made);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions[] = {{"window", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(window)), METH_FASTCALL, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "outgrow_staying", nullptr, -1, functions};
 
 }  // namespace
 

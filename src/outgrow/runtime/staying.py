@@ -23,7 +23,7 @@ from outgrow.planning.agenda import actions_of, stays_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.by_plan import ByPlan
 from outgrow.runtime.fastpath import FastPath
-from outgrow.runtime.handles import Handle, Owner, changed
+from outgrow.runtime.handles import Handle, Owner, changed, window
 from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers.arena import ArenaCount
@@ -85,6 +85,7 @@ class Staying:
     Attributes:
         pack, unpack: the hooks.
         ticks: where the step has come to.
+        window: makes what autograd gets back of what left, as `window` in handles.py.
     """
 
     def __init__(
@@ -113,17 +114,19 @@ class Staying:
         self._kinds: Mapping[int, Kind] = {}
         self.pack, self.unpack = hooks
         self.ticks: Any = Ticks()
+        self.window: Callable[..., torch.Tensor] = window
         module = _native() if fast_path.asks_parked else None
-        self._stays: Any = None if module is None else module.Stays()
-        if self._stays is None:
+        self._stays: Any = None
+        if module is None:
             return
-        stays = self.ticks = self._stays
+        stays = self.ticks = self._stays = module.Stays()
         stays.pack_in_python, stays.unpack_in_python = hooks
         stays.see = ledger.see
         stays.is_compiling = get_eval_frame_callback
         stays.look, stays.strays = look, strays
         stays.is_parked = fast_path.asks_parked
         self.pack, self.unpack = stays.pack, stays.unpack
+        self.window = module.window
 
     def reset(self, epoch: int, packs: list[int]) -> None:
         """Step number `epoch` begins, or ends; nothing is known to stay. `packs` takes the bytes of what is saved."""

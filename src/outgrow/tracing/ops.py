@@ -102,7 +102,7 @@ def facts_of(func: Any) -> OpFacts:
     return OpFacts(
         name=name,
         is_view=is_view,
-        makes_outputs=any(item.alias_info is None for item in returns),
+        makes_outputs=any(item.alias_info is None and "Tensor" in str(item.type) for item in returns),
         is_bookkeeping=func.namespace in ("prim", "profiler"),
         writes=tuple(writes),
         is_repeatable=is_aten and not is_blank and not over_lists,

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from outgrow.cost.hardware import Hardware
-from outgrow.cost.measure import copy_speed, efficiency, op_overhead_seconds, product_speed
+from outgrow.cost.measure import HANDLING_SECONDS, copy_speed, efficiency, op_overhead_seconds, product_speed
 from outgrow.errors import DeviceOutOfMemory
 from outgrow.networks import find
 from outgrow.runtime.copies.cpu import CpuCopies
@@ -60,6 +60,7 @@ def _measured(spill_dir: str | Path | None, *, allow_tmpfs: bool, on_step: Calla
         copy_in_bandwidth=back,
         op_overhead_seconds=op_overhead_seconds(),
         copy_cost_seconds_per_byte=cost,
+        handling_seconds=HANDLING_SECONDS,
         flops_by_dtype={"bfloat16": half},
     )
     traces = []
