@@ -261,13 +261,13 @@ def test_most_ops_of_a_step_run_past_the_mode_and_most_saved_tensors_past_python
 
     monkeypatch.setattr(Hooks, "_pack", packed)
     training = Training("gpt-12x384", 256, 8)
-    plain = train_plain(lambda: Training("gpt-12x384", 256, 8), 6)
+    plain = train_plain(lambda: Training("gpt-12x384", 256, 8), 8)
     fresh()
     losses = []
     budget = int(plain.peak_bytes * 0.8)
     with outgrow.Session(training.model, training.optimizer, budget=budget, **PLACE) as session:
         torch.manual_seed(1)
-        for k in range(6):
+        for k in range(8):
             in_python.append(0)
             with session.step():
                 losses.append(float(training.step(k)))

@@ -9,7 +9,7 @@ from itertools import count
 
 from outgrow.planning.plan import Plan
 from outgrow.runtime.recompute import Verdicts
-from outgrow.tracing.ir import Phase, Trace
+from outgrow.tracing.ir import Event, Phase, Trace
 
 # Where a kind begins to look for another plan: when its times are so far from the prediction.
 SEARCH_TOLERANCE = 0.10
@@ -26,6 +26,8 @@ _MOST_KINDS = 32
 # What came most among so many steps is what is thought to come where kinds come in no order: a program may change for
 # good, when layers are unfrozen for one.
 _RECENT_STEPS = 8
+# Where so many kinds in a row came once only, a new one is planned for when it comes again: ragged batches never do.
+_STRANGERS = 3
 # Situations after which it is remembered what came; more than that have no pattern.
 _MOST_SITUATIONS = 1 << 12
 
@@ -36,7 +38,7 @@ class StepKind:
 
     Attributes:
         packs: bytes of the tensors that autograd saves, in order, -1 for those whose size depends on data; what tells
-            kinds apart.
+            kinds apart, with the order in which it wants them back (the plan's trace has that).
         plan: for the next step of this kind, with the trace that it was made from.
         steady: the trace shows the step as it is from now on; else the next one is recorded too.
         measured_peak: live bytes at the peak of the recorded step.
@@ -51,6 +53,8 @@ class StepKind:
         fits: the plan was seen to fit: a step that could have parked more than it had no need to.
         is_foreign: the plan's trace is not this session's, whose storages have other numbers.
         number: which one it is; 0 before the session knows it.
+        met: how many steps of this kind there were.
+        is_planned: whether a plan was searched for; else the cache decides until it comes again.
         syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
     """
 
@@ -68,6 +72,8 @@ class StepKind:
     fits: bool = False
     is_foreign: bool = False
     number: int = 0
+    met: int = 0
+    is_planned: bool = True
     syncs: tuple[bool, ...] = ()
 
     def begins_with(self, packs: Sequence[int]) -> bool:
@@ -77,6 +83,10 @@ class StepKind:
     def is_of(self, packs: Sequence[int]) -> bool:
         """Whether a step that saved tensors of so many bytes is of this kind."""
         return len(packs) == len(self.packs) and self.begins_with(packs)
+
+    def is_like(self, trace: Trace) -> bool:
+        """Whether the step of a trace is of this kind: two may save the same, and differ in their backward passes."""
+        return self.is_of(trace.packs) and _order(trace) == _order(self.plan.problem.trace)
 
     def _filled(self, packs: Sequence[int]) -> tuple[int, ...]:
         """As much of its own as `packs` has, with what depends on data as it is there."""
@@ -96,7 +106,7 @@ class StepKind:
             self.verdicts = Verdicts()
         self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
         self.verdicts.cramped.clear()  # another plan has room elsewhere
-        self.plan, self.steady, self.fits, self.is_foreign = plan, steady, False, False
+        self.plan, self.steady, self.fits, self.is_foreign, self.is_planned = plan, steady, False, False, True
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.recent.clear()
         self.timed_steps = TIMED_STEPS
@@ -195,9 +205,15 @@ class Kinds:
         is_settled = self.expected is not None and self.expected.steady
         return not is_settled or self._recordings_left > 0 or awaits_stranger
 
-    def known(self, packs: tuple[int, ...]) -> StepKind | None:
-        """The kind of a step by what it saved, if it was met before."""
-        return next((kind for kind in self._such() if kind.is_of(packs)), None)
+    def known(self, trace: Trace) -> StepKind | None:
+        """The kind of a step that was recorded, if it was met before."""
+        return next((kind for kind in self._such() if kind.is_like(trace)), None)
+
+    @property
+    def come_again(self) -> bool:
+        """Whether a new kind is worth a plan at once, for all that is known of the latest ones."""
+        latest = self._all[:_STRANGERS]
+        return len(latest) < _STRANGERS or any(kind.met > 1 for kind in latest)
 
     def find(self, packs: Sequence[int]) -> StepKind | None:
         """Another kind than is expected, the most frequent whose steps begin by saving this."""
@@ -210,6 +226,7 @@ class Kinds:
             return False
         self.expected, self.has_turned = kind, True
         self._turned_at = self.steps
+        self._hope_for(kind)
         return True
 
     @property
@@ -233,24 +250,33 @@ class Kinds:
             self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
         self.expected = kind
 
-    def departed(self, packs: tuple[int, ...]) -> None:
-        """A step that nobody recorded was not of the kind that was expected.
+    def departed(self, packs: tuple[int, ...]) -> StepKind | None:
+        """A step that nobody recorded was not of the kind that was expected, but of this one, if it is known.
 
         Where nobody knows it, the next few are recorded, and one as far ahead as the last such was ago.
         """
-        followed = self.expected
-        self.expected = self.known(packs) or followed
-        if self.expected is not followed:
+        found = next((kind for kind in self._such() if kind is not self.expected and kind.is_of(packs)), None)
+        if found is not None:
+            self.expected = found
             self._turned_at = self.steps
+            self._hope_for(found)
         else:
             self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
             self._stranger_gap = self.steps - self._stranger_at
             self._stranger_at = self.steps
+        return found
 
-    def seen(self, packs: tuple[int, ...], followed: StepKind | None) -> None:
-        """A step that saved this is over; it was thought to be of the kind `followed`."""
-        known = self.known(packs)
-        number = 0 if known is None else known.number
+    def _hope_for(self, kind: StepKind) -> None:
+        """A kind came that is not planned for: record the next few, as it may be among them."""
+        if not kind.is_planned:
+            self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
+
+    def seen(self, came: StepKind | None, followed: StepKind | None) -> None:
+        """A step of kind `came` is over (None: nobody knows it); it was thought to be of the kind `followed`."""
+        number = 0
+        if came is not None:
+            number = came.number
+            came.met += 1
         self._recent.append(number)
         if followed is not None and self.expected is not None:
             # What comes most is what comes next; of two that come as often, the latest.
@@ -279,6 +305,11 @@ class Kinds:
 def _alike(one: Trace, other: Trace) -> bool:
     """Whether two traces save the same results of the same forward ops, so that one's recipes are the other's."""
     return _forward_ops(one) == _forward_ops(other) and one.first_saves == other.first_saves
+
+
+def _order(trace: Trace) -> list[tuple[Event, int]]:
+    """In what order tensors are saved and wanted back."""
+    return [(tick.event, tick.saved) for tick in trace.ticks]
 
 
 def _forward_ops(trace: Trace) -> list[str]:

@@ -11,6 +11,7 @@ from outgrow.cost.hardware import Hardware
 from outgrow.kinds import TIMED_STEPS, StepKind
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
+from outgrow.planning.policies.cache import Lru
 from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
 from outgrow.runtime.outcome import StepOutcome
@@ -64,6 +65,10 @@ class Planner:
         if self._memory is not None:
             self._memory.give_back_beside()
         return replace(plan, problem=plan.problem.with_budget(problem.budget_bytes))
+
+    def without_search(self, problem: Problem) -> Plan:
+        """The cache's plan, for a kind of step that may never come again."""
+        return Lru().plan(problem).laid_out()
 
     def _plan(self, problem: Problem) -> Plan:
         plan = self._policy.plan(problem).laid_out()

@@ -408,13 +408,14 @@ class Session:
             fits = outcome.fits or (expected.fits and not outcome.proved)
             expected.fits = fits and not plan.problem.trace.varies  # the next one may be larger
         is_known_well = outcome.followed and expected is not None and expected.steady
+        came = expected if outcome.followed else None
         if recorder is not None and not is_known_well:
             kinds = storage_kinds(self._ledger, self._models, self._optimizers)
             with self._where_memory_allows():
-                self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
+                came = self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
         elif not outcome.followed:
-            self._kinds.departed(outcome.packs)
-        self._kinds.seen(outcome.packs, expected)
+            came = self._kinds.departed(outcome.packs)
+        self._kinds.seen(came, expected)
         # What was recorded is planned for by now.
         may_adapt = (recorder is None or is_known_well) and not self._kinds.has_turned
         self._untimed = (expected, plan, outcome, may_adapt)
@@ -452,11 +453,11 @@ class Session:
             self._memory.relieve()
             _LOG.warning("no memory to plan with, so plans stay as they are: %s", error)
 
-    def _learn(self, outcome: StepOutcome, trace: Trace) -> None:
-        """A step was recorded: remember its kind and plan for it."""
-        known = self._kinds.known(outcome.packs)
+    def _learn(self, outcome: StepOutcome, trace: Trace) -> StepKind:
+        """A step was recorded: remember its kind, which is returned, and plan for it."""
         start = time.perf_counter()
         trace = with_lasting_state(trace)
+        known = self._kinds.known(trace)
         # What else was made in this step and stays is there from now on.
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1) - self._passing_bytes(trace))
         # Blocks in use are larger than what lies in them, never by quite as much.
@@ -467,22 +468,35 @@ class Session:
         # The step in which gradients are laid out anew runs ops that no other step does.
         steady = steady and self._wrappers.layouts() == self._layouts
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
+        is_planned = known is not None or self._kinds.come_again
         with self._interrupts.let_in():
-            plan = self._planner.plan(problem)
+            plan = self._planner.plan(problem) if is_planned else self._planner.without_search(problem)
         if steady or not plan.evicts:
             self._refuse_what_cannot_fit(plan)
         seconds = time.perf_counter() - start
         if known is None:
-            known = StepKind(trace.packs, plan, steady, outcome.peak_bytes, seconds, syncs=self._kinds.syncs)
+            known = StepKind(
+                trace.packs,
+                plan,
+                steady,
+                outcome.peak_bytes,
+                seconds,
+                is_planned=is_planned,
+                syncs=self._kinds.syncs,
+            )
             sizes = (len(trace.ops), len(trace.saved), format_bytes(outcome.peak_bytes))
             _LOG.info("recorded a new kind of step: %d ops, %d saved tensors, peak %s", *sizes)
-            _LOG.info("planned: %s", in_a_line(plan, seconds))
+            if is_planned:
+                _LOG.info("planned: %s", in_a_line(plan, seconds))
+            else:
+                _LOG.info("as the last kinds of step never came again, this one is planned for when it does")
         else:
             why = "its plan had proved wrong" if known.recordings else "the step had not settled yet"
             known.learn(plan, steady=steady, measured_peak=outcome.peak_bytes, plan_seconds=seconds)
             self._replans += 1
             _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
         self._kinds.learnt(known)
+        return known
 
     def _is_fuller_than(self, plan: Plan | None) -> bool:
         """Whether more is there as a step begins than its plan reckons with."""

@@ -42,6 +42,7 @@ _BACKWARD: Mapping[Any, str] = {
     torch.autograd.backward: "grad_tensors",
     torch.autograd.grad: "grad_outputs",
 }
+_INHERITED: Any = torch.Tensor.__torch_function__  # as classes have it that say nothing of functions
 _TAKES_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
@@ -103,8 +104,7 @@ class Access(TorchFunctionMode):
         name = _BACKWARD[func]
         self._parking.lending.on = True
         roots = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
-        is_plain = all(type(root) in (torch.Tensor, torch.nn.Parameter) for root in roots)
-        if name not in kwargs or not is_plain:
+        if name not in kwargs or not all(map(_is_plain, roots)):
             self._parking.give_up()
             try:
                 return func(*args, **kwargs)
@@ -133,6 +133,16 @@ class Access(TorchFunctionMode):
         if self._parking.busy:
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 self._parking.return_state()
+
+
+def _is_plain(root: Any) -> bool:
+    """Whether nobody's own code is asked what a backward pass from here is: the root's class says nothing of it."""
+    kind = type(root)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return True
+    if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    return getattr(kind.__torch_function__, "__func__", None) is _INHERITED.__func__
 
 
 class _Then:

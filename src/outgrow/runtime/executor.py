@@ -382,6 +382,8 @@ class Executor:
     def _tick(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> None:
         """One tick: what the plan puts there is started, and a step that is not the plan's leaves it."""
         if not self._follower.on:
+            if self._unseen and event is Event.PACK:  # it departed in a backward pass, where nobody can join
+                self._join()
             return
         if self._follower.advance(event, handle, entry) or self._turns(event, handle, entry):
             self._current.look()

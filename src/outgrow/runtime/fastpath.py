@@ -194,11 +194,12 @@ class FastPath:
         """The step goes by another plan from here on. Where nothing may pass any more, nothing does."""
         if self._lesson is None:
             return
-        number, modes = self.number, int(self._state.modes)
+        state = self._state
+        number, modes, peak, passed = self.number, int(state.modes), state.peak, state.passed
         self.end(followed=False)
         self.begin(plan, modes, is_open=False, may_pass=may_pass)
         self.was_measured()  # where this is a lesson, it does not tell of what came before
-        self.number = number
+        self.number, state.peak, state.passed = number, peak, passed
 
     def go_astray(self) -> None:
         """From here on the allocator may refuse what fits the budget: gated ops need care."""
@@ -301,7 +302,9 @@ class FastPath:
             if isinstance(self._count, ArenaCount):
                 self._count.count_out()
             if enters and self._lesson is not None and self._library is not None:
-                self._library.outgrow_fastpath_enter(ctypes.byref(self._state))
+                is_back = self._library.outgrow_fastpath_enter(ctypes.byref(self._state))
+                if not is_back:  # another step took its place
+                    self._lesson, self.learns = None, False
 
     @property
     def counts_blocks(self) -> bool:

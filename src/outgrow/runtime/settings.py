@@ -68,14 +68,14 @@ def under(wanted: Settings) -> Iterator[None]:
     if before == wanted:
         yield
         return
-    _set(before, wanted)
+    _set(wanted)
     try:
         yield
     finally:
-        _set(settings(), before)
+        _set(before)
 
 
-def _set(now: Settings, wanted: Settings) -> None:
-    for (_, write), old, new in zip(_PLACES, now, wanted, strict=True):
-        if old != new:
+def _set(wanted: Settings) -> None:
+    for (read, write), new in zip(_PLACES, wanted, strict=True):
+        if read() != new:  # asked only now: who sets how products are made sets that of each backend
             write(new)
