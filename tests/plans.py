@@ -10,7 +10,7 @@ from outgrow.cost.hardware import Hardware
 from outgrow.planning.plan import Plan
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 
-CPU_AND_DISK = Hardware("CPU", 24 << 30, 2e11, 2e10, 1.5e9, 1e9, 1e-4, 1e-5, 5e-11)
+CPU_AND_DISK = Hardware("CPU", 24 << 30, 2e11, 2e10, 1.5e9, 1e9, 1e-4, 1e-5, 5e-11, 6e-5)
 _IMAGE = 4 << 20
 _WEIGHT = 1 << 16
 MAP_BYTES = 8 << 20

@@ -37,7 +37,8 @@ NO_LINK = outgrow.Hardware("GPU with hardly a link", 12 << 30, 4e12, 2.4e11, 1e6
 SLOW_WAY_OUT = outgrow.Hardware("GPU that writes slowly", 12 << 30, 4e12, 2.4e11, 3e9, 2e10, 1e-5, 1e-6)
 SLOW_WAY_BACK = outgrow.Hardware("GPU that reads slowly", 12 << 30, 4e12, 2.4e11, 2e10, 3e9, 1e-5, 1e-6)
 NO_LATENCY = outgrow.Hardware("GPU without latencies", 12 << 30, 4e12, 2.4e11, 1e9, 2e9, 0.0, 0.0)
-CPU_AND_DISK = outgrow.Hardware("CPU", 24 << 30, 2e11, 2e10, 1.5e9, 1e9, 1e-4, 1e-5, 5e-11)
+SLOW_THREAD = outgrow.Hardware("CPU of slow threads", 24 << 30, 2e11, 2e10, 1.5e9, 1e9, 1e-4, 1e-5, 5e-11, 1e-3)
+CPU_AND_DISK = outgrow.Hardware("CPU", 24 << 30, 2e11, 2e10, 1.5e9, 1e9, 1e-4, 1e-5, 5e-11, 6e-5)
 
 
 def trace_of(widths: tuple[int, ...], *, residual: bool, batch: int = 64) -> outgrow.Trace:
@@ -131,7 +132,7 @@ SHAPES: dict[str, Callable[[tuple[int, ...]], outgrow.Trace]] = {
 @given(
     widths=st.lists(st.sampled_from([4, 8, 16, 32]), min_size=1, max_size=6),
     shape=st.sampled_from(list(SHAPES)),
-    hardware=st.sampled_from([GPU, SLOW_LINK, NO_LINK, CPU_AND_DISK]),
+    hardware=st.sampled_from([GPU, SLOW_LINK, NO_LINK, CPU_AND_DISK, SLOW_THREAD]),
     share=st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 0.02, 0.1])),  # parks decide just above the least
 )
 @example(widths=[16, 32], shape="chain", hardware=SLOW_WAY_BACK, share=0.4)
@@ -156,7 +157,7 @@ def test_no_policy_is_faster_than_auto_and_none_beats_the_bound(
 @given(
     description=traceable_descriptions,
     seed=st.integers(0, 2**32 - 1),
-    hardware=st.sampled_from([GPU, SLOW_LINK, NO_LINK, SLOW_WAY_BACK, CPU_AND_DISK]),
+    hardware=st.sampled_from([GPU, SLOW_LINK, NO_LINK, SLOW_WAY_BACK, CPU_AND_DISK, SLOW_THREAD]),
     share=st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 0.02, 0.1])),
 )
 def test_no_random_plan_of_a_random_network_beats_the_bound(
@@ -191,6 +192,30 @@ def test_the_bound_knows_that_one_of_two_values_has_to_leave_as_a_whole() -> Non
     assert least_step_seconds(problem, 1.0) == pytest.approx(seconds, rel=0.001)
     plan = outgrow.plan(trace, budget=problem.budget_bytes, hardware=NO_LATENCY)
     assert plan.simulate().step_seconds == pytest.approx(seconds, rel=0.001)
+
+
+def saved_often(trace: outgrow.Trace, value: int, times: int) -> outgrow.Trace:
+    """A trace in which autograd saves so many more tensors on a value."""
+    first = next(number for number, saved in enumerate(trace.saved) if saved.value == value)
+    own = [tick for tick in trace.ticks if tick.saved == first]
+    more = [replace(tick, saved=len(trace.saved) + number) for number in range(times) for tick in own]
+    ticks = tuple(sorted((*trace.ticks, *more), key=lambda tick: tick.op))
+    return replace(trace, saved=(*trace.saved, *[trace.saved[first]] * times), ticks=ticks)
+
+
+@pytest.mark.parametrize(("often", "seldom"), [(0, 1), (1, 0)])
+def test_of_two_values_the_one_leaves_that_has_fewer_saved_tensors(often: int, seldom: int) -> None:
+    """Each takes its time of the thread that trains, on its way out and back."""
+    trace = trace_of_maps([Map(0, 2, 6), Map(1, 2, 5)], seconds=[1e-6] * 7, workspaces={3: 4 * MAP_BYTES})
+    at_once = replace(NO_LATENCY, copy_out_bandwidth=1e18, copy_in_bandwidth=1e18)
+    hardware = replace(at_once, handling_seconds=1e-3)
+    trace = saved_often(trace, often, 40)
+    plan = outgrow.plan(trace, budget=int(5.5 * MAP_BYTES), hardware=hardware)
+    assert [item.value for item in plan.offloads] == [seldom]
+    unhandled = replace(plan, problem=replace(plan.problem, hardware=at_once)).simulate()
+    copies_and_save = plan.simulate().step_seconds - unhandled.step_seconds
+    assert copies_and_save == pytest.approx(3e-3, rel=0.01)
+    assert least_step_seconds(plan.problem, 1.0) <= plan.simulate().step_seconds * (1 + 1e-6)
 
 
 def test_the_bound_knows_that_what_was_just_saved_has_to_be_copied_since() -> None:

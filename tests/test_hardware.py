@@ -351,6 +351,15 @@ def test_vdnns_variants_differ_by_what_convolutions_hold() -> None:
 # --- this machine ---
 
 
+def test_what_an_older_edition_remembered_is_measured_anew(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = measure.remember(outgrow.Hardware("this machine", 1 << 34, 1e11, 1e10, 1e9, 1e9))
+    assert measure.remembered() is not None
+    document = json.loads(path.read_text())
+    del document["machine"]["edition"]
+    path.write_text(json.dumps(document))
+    assert measure.remembered() is None
+
+
 def test_what_was_measured_is_remembered_for_this_machine_alone(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

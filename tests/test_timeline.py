@@ -89,6 +89,8 @@ def test_spans_add_up_to_what_is_predicted(plan: Plan) -> None:
     sent = sum(trace.values[span.value].nbytes for span in out)
     assert sent <= prediction.offloaded_bytes + prediction.evicted_bytes  # one copy may serve two ends
     cost = sum(plan.problem.hardware.copying_costs(trace.values[span.value].nbytes) for span in (*out, *back))
+    left = {span.value for span in (*out, *(span for span in compute if span.activity is Activity.COPYING))}
+    cost += sum(map(plan.problem.handling_seconds, left))
     assert seconds(compute, Activity.COPYING) == pytest.approx(cost)
     assert max(span.live_bytes for span in compute) == prediction.peak_bytes
 

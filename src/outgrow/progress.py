@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,12 @@ def counting_bar(refresh_per_second: float = 10) -> Progress:
         transient=True,
         refresh_per_second=refresh_per_second,
     )
+
+
+def say(line: str) -> None:
+    """Tell whoever waits at a terminal, and nobody else, what for."""
+    if sys.stderr.isatty():
+        print(f"outgrow: {line}", file=sys.stderr)  # a bar that is there goes on below
 
 
 @contextmanager

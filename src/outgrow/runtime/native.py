@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 
 from outgrow.cache import cache_folder
+from outgrow.progress import say
 
 _LOG = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ def build_ahead(*codes: Code) -> None:
         missing = [code for code in codes if not _is_whole(code.target)]
         if len(missing) < 2:
             return
+        say("compiling what runs past Python for this machine, once: some 15 seconds")
         with ThreadPoolExecutor(len(missing)) as pool:
             for building in [pool.submit(built, code) for code in missing]:
                 with suppress(OSError, subprocess.SubprocessError):
