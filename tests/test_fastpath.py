@@ -160,6 +160,26 @@ def test_where_an_op_has_another_number_in_each_step_the_others_pass_all_the_sam
     assert passed[-1] > LAYERS * 8
 
 
+def test_numbers_that_an_optimizer_reads_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam asks each parameter's counter of steps for its number."""
+    read: list[int] = []
+    run, begin = Runner.run, Executor.begin
+
+    def ran(self: Runner, func: Any, *rest: Any) -> Any:
+        read[-1] += func is torch.ops.aten._local_scalar_dense.default
+        return run(self, func, *rest)
+
+    def begun(self: Executor, *args: Any, **kwargs: Any) -> None:
+        read.append(0)
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "run", ran)
+    monkeypatch.setattr(Executor, "begin", begun)
+    assert_equal_and_inside(chain(optimize=lambda parameters: torch.optim.Adam(parameters, foreach=False)))
+    assert read[0] >= 2 * LAYERS
+    assert read[-1] <= 1  # the loss
+
+
 def test_updates_pass(passed: list[int]) -> None:
     assert_equal_and_inside(chain(optimize=lambda parameters: torch.optim.SGD(parameters, lr=0.01)))
     without = passed[-1]

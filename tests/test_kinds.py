@@ -16,6 +16,9 @@ from torch.nn import functional as F
 
 import outgrow
 from outgrow.kinds import StepKind, Turns
+from outgrow.learning import Planner
+from outgrow.planning.plan import Plan
+from outgrow.planning.problem import Problem
 from outgrow.runtime.executor import Executor
 from steps import (
     Make,
@@ -486,3 +489,71 @@ def test_a_session_remembers_no_more_kinds_than_it_has_use_for() -> None:
             model.zero_grad()
         assert len(kinds() - others) <= 34  # the list, what is expected, and what was followed
         assert session.plan is not None
+
+
+# --- kinds that save the same, and kinds that never come again ---
+
+
+def looked_at(every: int) -> Make:
+    """Each so many steps somebody looks at a gradient before the backward pass: what is saved is the same."""
+
+    def run(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], k: int) -> torch.Tensor:
+        (model,), (optimizer,) = models, optimizers
+        loss = model(torch.randn(64, 64, generator=torch.Generator().manual_seed(k))).pow(2).mean()
+        if k % every == 1:
+            torch.autograd.grad(loss, next(model.parameters()), retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def make() -> Training:
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
+        optimizer = momentum(model.parameters())
+        return Training([model], [optimizer], partial(run, [model], [optimizer]))
+
+    return make
+
+
+@pytest.mark.parametrize("every", [2, 4])
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all"])
+def test_kinds_that_save_the_same_and_go_back_otherwise_each_have_a_plan(policy: str, every: int) -> None:
+    summaries = assert_equal_and_inside(looked_at(every), 6 * every, budget_for(looked_at(every), 0.75), policy)
+    assert all(planned(summaries)[3 * every :])
+
+
+class Deep(nn.Module):
+    """As many of its layers as one asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12))
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        for layer in self.layers[:depth]:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+def of_depths(depths: Sequence[int]) -> Make:
+    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.randn(64, 64, generator=torch.Generator().manual_seed(k)), depths[k])
+        return loss
+
+    return trained_on(Deep, loss_of)
+
+
+def test_a_kind_that_comes_where_none_came_again_is_planned_for_when_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+    plan = Planner.plan
+
+    def counted(self: Planner, problem: Problem) -> Plan:
+        searches.append(len(problem.trace.saved))
+        return plan(self, problem)
+
+    monkeypatch.setattr(Planner, "plan", counted)
+    ragged = [12, 11, 10, 9, 8, 7]
+    depths = [*ragged, *[7] * 8, 3, *[7] * 4]
+    summaries = assert_equal_and_inside(of_depths(depths), len(depths), budget_for(of_depths([12] * 8), 0.8))
+    assert len(set(searches)) == 4  # the first three, and the one that came again
+    assert all(planned(summaries)[len(ragged) + 3 : len(ragged) + 8])

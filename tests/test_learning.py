@@ -341,3 +341,32 @@ def test_a_plan_leaves_the_margin_where_one_fits_in_less(trace: outgrow.Trace, s
     assert plan.simulate().feasible
     assert (plan.simulate().peak_bytes <= budget - memory.margin_bytes) == (share > 0)
     assert memory.told == [len(trace.ops) * 4096, None]
+
+
+def test_a_step_that_departs_in_a_backward_pass_meets_the_budget_after_it() -> None:
+    """Nobody watches where a plan keeps everything; here graphs of gradients are asked for from some step on."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh()) for _ in range(6)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(1024, 128)
+
+    def step(session: outgrow.Session, k: int) -> None:
+        with session.step():
+            weights = dict(model.named_parameters())
+            for _ in range(4):
+                loss = torch.func.functional_call(model, weights, (x,)).square().mean()
+                slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=k >= 4)
+                weights = {
+                    name: weight - slope for (name, weight), slope in zip(weights.items(), slopes, strict=True)
+                }
+            torch.func.functional_call(model, weights, (x,)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with outgrow.Session(model, optimizer, budget=22 << 20) as session:
+        for k in range(4):
+            step(session, k)
+        alive = sum(weight.nbytes for weight in model.parameters()) + x.nbytes
+        assert alive + rise_of(partial(step, session, 4)) <= session.budget_bytes
+        assert session.summary().predicted_peak_bytes is None

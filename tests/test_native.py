@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 
 import pytest
 
-from outgrow.runtime.native import Code, built
+from outgrow.runtime.native import Code, build_ahead, built
 
 
 @pytest.fixture
@@ -33,3 +34,20 @@ def test_what_a_crash_of_the_machine_left_is_compiled_again(code: Code, left: in
     code.target.write_bytes(whole[:left])
     assert ctypes.CDLL(str(built(code))).answer() == 42
     assert code.target.read_bytes()[: len(whole) // 2] == whole[: len(whole) // 2]
+
+
+def test_who_waits_at_a_terminal_is_told_what_for(
+    code: Code, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Code(code.source.with_name("other.cpp"), ())
+    other.source.write_text('extern "C" int other() { return 1; }')
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        build_ahead(code, other)
+        assert ("compiling" in capsys.readouterr().err) == is_terminal
+        for built_before in (code, other):
+            built_before.target.unlink()
+    build_ahead(code, other)
+    capsys.readouterr()
+    build_ahead(code, other)  # it is there
+    assert not capsys.readouterr().err
