@@ -273,6 +273,40 @@ def test_checkpoint_inside(reentrant: bool) -> None:
     assert_equal_to_plain(supervised(lambda: Residual(inplace=False), forward), policy=ParkAll())
 
 
+class Marked(torch.Tensor):
+    """A class of a program's own that says nothing of what is done to its tensors."""
+
+
+class Told(torch.Tensor):
+    """One that is asked, and does as it likes."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(("kind", "parks"), [(Marked, True), (Told, False)])
+def test_tensors_of_a_class_of_the_programs_own(
+    kind: type[torch.Tensor], parks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their backward passes are watched where nobody's own code runs them."""
+    given_up: list[bool] = []
+    give_up = Parking.give_up
+
+    def noted(self: Parking) -> None:
+        given_up.append(True)
+        give_up(self)
+
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        out: torch.Tensor = model(x.as_subclass(kind))
+        assert type(out) is kind
+        return out
+
+    monkeypatch.setattr(Parking, "give_up", noted)
+    assert_equal_to_plain(supervised(Skip, forward), policy=ParkAll(), share=0.9)
+    assert bool(given_up) != parks
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_double_backward(whole: bool) -> None:
     def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ import outgrow
 from outgrow.runtime import staying
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.handles import window
 from outgrow.runtime.hooks import Hooks
 from outgrow.runtime.runner import Runner
 from outgrow.runtime.staying import Staying
@@ -120,10 +121,10 @@ def test_where_a_plan_moves_some_the_others_do_not(policy: Any, in_python: list[
 
 def test_what_does_not_come_is_counted_among_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for share in (0.6, 2):
-        ours = trained_as_plain(net, share)[-1]
+        ours = trained_as_plain(net, share, "vdnn-conv")[-1]
         with monkeypatch.context() as patch:
             patch.setattr(staying, "_native", lambda: None)
-            theirs = trained_as_plain(net, share)[-1]
+            theirs = trained_as_plain(net, share, "vdnn-conv")[-1]
         assert ours.kept_bytes == pytest.approx(theirs.kept_bytes, rel=0.01)
         assert ours.offloaded_bytes == pytest.approx(theirs.offloaded_bytes, rel=0.01)
         assert ours.measured_peak_bytes == pytest.approx(theirs.measured_peak_bytes, rel=0.02)
@@ -505,3 +506,39 @@ def test_ticks_that_the_plan_acts_at_come_to_python() -> None:
         moved = {item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items}
         for number, saved in enumerate(trace.saved):
             assert (expected[4 * number] == staying._MOVES) >= (saved.value in moved)
+
+
+# --- what left and came back ---
+
+
+@pytest.mark.parametrize("make", [staying._native().window if staying._native() else window, window])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
+)
+def test_a_window_is_the_tensor_that_was_saved(make: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    memory = (
+        torch.arange(240, dtype=torch.uint8).repeat(dtype.itemsize).view(torch.bool if dtype is torch.bool else dtype)
+    )
+    for saved in (
+        memory,
+        memory[3:],
+        memory.view(4, 60)[1:, ::7].t(),
+        memory[:1].expand(5, 1),
+        memory[:0],
+        memory[7],
+    ):
+        counter = torch.ones(1).requires_grad_().detach()
+        shape = saved.dtype, saved.storage_offset(), saved.shape, saved.stride()
+        made = make(counter, saved.untyped_storage(), *shape)
+        assert type(made) is torch.Tensor
+        assert (made.dtype, made.storage_offset(), made.shape, made.stride()) == shape
+        assert made.untyped_storage().data_ptr() == saved.untyped_storage().data_ptr()
+        assert torch.equal(made, saved)
+        assert not made.requires_grad
+        assert made.is_leaf
+        before = made._version
+        counter.add_(1)
+        assert made._version == before + 1 == counter._version
+        with torch.no_grad():
+            made.fill_(1)
+        assert counter._version == before + 2

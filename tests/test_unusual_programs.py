@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 from outgrow.planning.policies import Policy
+from outgrow.runtime.settings import settings, under
 from steps import (
     ParkAll,
     RecomputeAll,
@@ -129,6 +130,21 @@ def test_recipes_run_under_the_settings_of_the_forward_pass(policy: str | Policy
     make = supervised(small_net, without_onednn, shape=(64, 1, 8, 8))
     assert_equal_to_plain(make, share=0.8, policy=policy)
     assert torch._C._get_mkldnn_enabled()
+
+
+def test_what_is_set_for_a_while_is_all_that_was_set_then() -> None:
+    """Who sets how exact products are sets that of each backend, too."""
+    usual = settings()
+    torch.set_float32_matmul_precision("high")
+    other = settings()
+    assert other != usual
+    with under(usual):
+        assert settings() == usual
+        with under(other):
+            assert settings() == other
+        assert settings() == usual
+    assert settings() == other
+    torch.set_float32_matmul_precision("highest")
 
 
 def exchanging_memory(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
