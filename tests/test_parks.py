@@ -285,9 +285,9 @@ class Told(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize(("kind", "parks"), [(Marked, True), (Told, False)])
+@pytest.mark.parametrize(("kind", "parks", "share"), [(Marked, True, 0.6), (Told, False, 1.0)])
 def test_tensors_of_a_class_of_the_programs_own(
-    kind: type[torch.Tensor], parks: bool, monkeypatch: pytest.MonkeyPatch
+    kind: type[torch.Tensor], parks: bool, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their backward passes are watched where nobody's own code runs them."""
     given_up: list[bool] = []
@@ -303,7 +303,7 @@ def test_tensors_of_a_class_of_the_programs_own(
         return out
 
     monkeypatch.setattr(Parking, "give_up", noted)
-    assert_equal_to_plain(supervised(Skip, forward), policy=ParkAll(), share=0.9)
+    assert_equal_to_plain(supervised(Skip, forward), policy=ParkAll(), share=share)
     assert bool(given_up) != parks
 
 

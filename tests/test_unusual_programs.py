@@ -133,9 +133,9 @@ def test_recipes_run_under_the_settings_of_the_forward_pass(policy: str | Policy
 
 
 def test_what_is_set_for_a_while_is_all_that_was_set_then() -> None:
-    """Who sets how exact products are sets that of each backend, too."""
-    usual = settings()
-    torch.set_float32_matmul_precision("high")
+    """Who sets how exact products are sets that of each backend, and a program that of one."""
+    usual, was_allowed = settings(), torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = not was_allowed
     other = settings()
     assert other != usual
     with under(usual):
@@ -144,7 +144,7 @@ def test_what_is_set_for_a_while_is_all_that_was_set_then() -> None:
             assert settings() == other
         assert settings() == usual
     assert settings() == other
-    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = was_allowed
 
 
 def exchanging_memory(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
