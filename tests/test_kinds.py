@@ -557,3 +557,41 @@ def test_a_kind_that_comes_where_none_came_again_is_planned_for_when_it_does(mon
     summaries = assert_equal_and_inside(of_depths(depths), len(depths), budget_for(of_depths([12] * 8), 0.8))
     assert len(set(searches)) == 4  # the first three, and the one that came again
     assert all(planned(summaries)[len(ragged) + 3 : len(ragged) + 8])
+
+
+def test_a_third_way_back_for_the_same_saved_tensors_gets_a_plan_too() -> None:
+    """What a step saved does not tell which of two others it is."""
+
+    def looks(k: int) -> int:
+        return k % 2 if k < 16 else 2
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, k: int) -> torch.Tensor:
+        loss = model(torch.randn(64, 64, generator=torch.Generator().manual_seed(k))).pow(2).mean()
+        for weight in list(model.parameters())[: looks(k)]:
+            torch.autograd.grad(loss, weight, retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def make() -> Training:
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
+        optimizer = momentum(model.parameters())
+        return Training([model], [optimizer], partial(run, model, optimizer))
+
+    summaries = assert_equal_and_inside(make, 32, budget_for(make, 0.75), "vdnn-all")
+    assert all(planned(summaries)[6:16])
+    assert all(planned(summaries)[24:])
+
+
+def test_a_policy_that_keeps_all_refuses_what_does_not_fit_whatever_came_before() -> None:
+    small, large = budget_for(of_depths([3] * 2), 1.0), budget_for(of_depths([12] * 2), 1.0)
+    training = of_depths([1, 2, 3, 12])()
+    with outgrow.Session(training.models, training.optimizers, budget=(small + large) // 2, policy="keep") as session:
+        for k in range(3):
+            with session.step():
+                training.run(k)
+        with pytest.raises(outgrow.BudgetTooSmall), session.step():
+            training.run(3)
+        with session.step():
+            training.run(0)

@@ -14,9 +14,11 @@ from outgrow.kinds import StepKind
 from outgrow.learning import Planner
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find
+from outgrow.runtime.care import OpNeeds
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.tracing.ir import Phase
+from outgrow.tracing.ops import facts_of
 from steps import rise_of
 from test_auto import GPU, NO_LINK, trace_of
 
@@ -343,8 +345,8 @@ def test_a_plan_leaves_the_margin_where_one_fits_in_less(trace: outgrow.Trace, s
     assert memory.told == [len(trace.ops) * 4096, None]
 
 
-def test_a_step_that_departs_in_a_backward_pass_meets_the_budget_after_it() -> None:
-    """Nobody watches where a plan keeps everything; here graphs of gradients are asked for from some step on."""
+def test_a_step_that_departs_in_a_backward_pass_meets_the_budget_after_it_and_the_next_ones_do() -> None:
+    """Nobody watches where a plan keeps everything; here graphs of gradients are asked for now and then."""
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh()) for _ in range(6)]
     model = torch.nn.Sequential(*layers)
@@ -356,7 +358,7 @@ def test_a_step_that_departs_in_a_backward_pass_meets_the_budget_after_it() -> N
             weights = dict(model.named_parameters())
             for _ in range(4):
                 loss = torch.func.functional_call(model, weights, (x,)).square().mean()
-                slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=k >= 4)
+                slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=k in (4, 9))
                 weights = {
                     name: weight - slope for (name, weight), slope in zip(weights.items(), slopes, strict=True)
                 }
@@ -365,8 +367,27 @@ def test_a_step_that_departs_in_a_backward_pass_meets_the_budget_after_it() -> N
             optimizer.zero_grad()
 
     with outgrow.Session(model, optimizer, budget=22 << 20) as session:
-        for k in range(4):
-            step(session, k)
         alive = sum(weight.nbytes for weight in model.parameters()) + x.nbytes
-        assert alive + rise_of(partial(step, session, 4)) <= session.budget_bytes
-        assert session.summary().predicted_peak_bytes is None
+        for k in range(10):
+            if k < 4:  # nobody watches a step that a profiler sees begin
+                step(session, k)
+            else:
+                assert alive + rise_of(partial(step, session, k)) <= session.budget_bytes, f"step {k}"
+            if k == 4:
+                assert session.summary().predicted_peak_bytes is None
+                assert session._wary  # what came before it was watched may pass the budget
+
+
+def test_a_number_that_an_op_of_somebodys_own_gives_says_nothing_of_what_it_takes() -> None:
+    needs = OpNeeds()
+    with torch.library._scoped_library("outgrow_tests", "DEF") as library:
+        library.define("count(Tensor x) -> float")
+        library.impl("count", lambda x: float(x.sum()), "CPU")
+        x = torch.ones(1 << 12)
+        for func, is_known in (
+            (torch.ops.outgrow_tests.count.default, False),
+            (torch.ops.aten._local_scalar_dense.default, True),
+        ):
+            signature, _ = needs.before(func, facts_of(func), (x,), {})
+            needs.measured(signature, 0)
+            assert needs.before(func, facts_of(func), (x,), {})[1].measured == is_known

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from outgrow.progress import say
 from outgrow.runtime.native import Code, build_ahead, built
 
 
@@ -51,3 +52,9 @@ def test_who_waits_at_a_terminal_is_told_what_for(
     capsys.readouterr()
     build_ahead(code, other)  # it is there
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stderr", [None, object()])
+def test_where_there_is_nobody_to_tell_nothing_fails(stderr: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    say("something")

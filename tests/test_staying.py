@@ -542,3 +542,22 @@ def test_a_window_is_the_tensor_that_was_saved(make: Callable[..., torch.Tensor]
         with torch.no_grad():
             made.fill_(1)
         assert counter._version == before + 2
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "in Python"])
+def test_a_backward_pass_in_inference_mode(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(staying, "_native", lambda: None)
+
+    def looking(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        loss: torch.Tensor = model(x).pow(2).mean()
+        with torch.inference_mode():
+            slopes = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        return loss * (1 + slopes[0].sum().item())
+
+    make = supervised(
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]),
+        looking,
+        shape=(256, 64),
+    )
+    trained_as_plain(make, 0.8, "vdnn-all")

@@ -26,6 +26,8 @@ _MOST_KINDS = 32
 # What came most among so many steps is what is thought to come where kinds come in no order: a program may change for
 # good, when layers are unfrozen for one.
 _RECENT_STEPS = 8
+# A guess that is followed by another one so soon was wrong.
+_GUESS_STEPS = 2
 # Where so many kinds in a row came once only, a new one is planned for when it comes again: ragged batches never do.
 _STRANGERS = 3
 # Situations after which it is remembered what came; more than that have no pattern.
@@ -170,6 +172,9 @@ class Kinds:
         self._make_way = make_way
         self.has_turned = False
         self._turned_at = -1
+        self._guessed_at = (
+            -_GUESS_STEPS
+        )  # when it was last told from its backward pass alone which kind a step was of
         self.expected: StepKind | None = None
         self.steps = 0
         self._all: list[StepKind] = []
@@ -256,6 +261,11 @@ class Kinds:
         Where nobody knows it, the next few are recorded, and one as far ahead as the last such was ago.
         """
         found = next((kind for kind in self._such() if kind is not self.expected and kind.is_of(packs)), None)
+        if found is not None and self.expected is not None and self.expected.is_of(packs):
+            # It went back otherwise: as the other one does, or in a way of its own. Who guesses again guessed wrong.
+            guessed_before, self._guessed_at = self._guessed_at, self.steps
+            if self.steps - guessed_before <= _GUESS_STEPS:
+                found = None
         if found is not None:
             self.expected = found
             self._turned_at = self.steps

@@ -11,6 +11,7 @@ from outgrow.cost.hardware import Hardware
 from outgrow.kinds import TIMED_STEPS, StepKind
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
+from outgrow.planning.policies.auto import Auto
 from outgrow.planning.policies.cache import Lru
 from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
@@ -65,6 +66,11 @@ class Planner:
         if self._memory is not None:
             self._memory.give_back_beside()
         return replace(plan, problem=plan.problem.with_budget(problem.budget_bytes))
+
+    @property
+    def searches(self) -> bool:
+        """Whether a plan takes a search, which may not be worth its time."""
+        return isinstance(self._policy, Auto)
 
     def without_search(self, problem: Problem) -> Plan:
         """The cache's plan, for a kind of step that may never come again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.highlighter import NullHighlighter
@@ -30,8 +30,11 @@ def counting_bar(refresh_per_second: float = 10) -> Progress:
 
 def say(line: str) -> None:
     """Tell whoever waits at a terminal, and nobody else, what for."""
-    if sys.stderr.isatty():
-        print(f"outgrow: {line}", file=sys.stderr)  # a bar that is there goes on below
+    with suppress(
+        AttributeError, OSError, ValueError
+    ):  # a daemon has none, and a program may put what it likes there
+        if sys.stderr.isatty():
+            print(f"outgrow: {line}", file=sys.stderr)  # a bar that is there goes on below
 
 
 @contextmanager

@@ -415,6 +415,8 @@ class Session:
                 came = self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
         elif not outcome.followed:
             came = self._kinds.departed(outcome.packs)
+            if self._begun is None and expected is not None and expected.is_of(outcome.packs):
+                came = expected  # there was no room for its plan's places
         self._kinds.seen(came, expected)
         # What was recorded is planned for by now.
         may_adapt = (recorder is None or is_known_well) and not self._kinds.has_turned
@@ -458,6 +460,9 @@ class Session:
         start = time.perf_counter()
         trace = with_lasting_state(trace)
         known = self._kinds.known(trace)
+        if known is not None and known.steady:  # only that another one was expected
+            self._kinds.learnt(known)
+            return known
         # What else was made in this step and stays is there from now on.
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1) - self._passing_bytes(trace))
         # Blocks in use are larger than what lies in them, never by quite as much.
@@ -468,7 +473,7 @@ class Session:
         # The step in which gradients are laid out anew runs ops that no other step does.
         steady = steady and self._wrappers.layouts() == self._layouts
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
-        is_planned = known is not None or self._kinds.come_again
+        is_planned = known is not None or self._kinds.come_again or not self._planner.searches
         with self._interrupts.let_in():
             plan = self._planner.plan(problem) if is_planned else self._planner.without_search(problem)
         if steady or not plan.evicts:

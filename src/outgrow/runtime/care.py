@@ -240,10 +240,12 @@ def _guess_workspace(name: str, read: int, made: int) -> int:
 
 def _output_bytes(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """Bytes of new memory among the outputs, None where the shapes depend on data."""
-    if not facts.makes_outputs:
+    if facts.writes and not facts.makes_outputs:
         return 0
     if func.namespace != "aten":  # somebody's own code would run once more than in plain PyTorch
         return None
+    if not facts.makes_outputs:
+        return 0
     try:
         meta_args = _to_meta(list(args))
         meta_kwargs = _to_meta(dict(kwargs))

@@ -382,7 +382,8 @@ class Executor:
     def _tick(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> None:
         """One tick: what the plan puts there is started, and a step that is not the plan's leaves it."""
         if not self._follower.on:
-            if self._unseen and event is Event.PACK:  # it departed in a backward pass, where nobody can join
+            # It departed in a backward pass, where nobody can join.
+            if self._unseen and not self._current.is_watched and event is Event.PACK:
                 self._join()
             return
         if self._follower.advance(event, handle, entry) or self._turns(event, handle, entry):
@@ -476,7 +477,7 @@ class Executor:
         """From here on see every op, if that can be, and park on demand: nobody knows what the step will need."""
         if self._join_modes(parks=self._can_park):
             self._park_on_demand()
-        self._unseen = not self._current.is_watched
+        self._unseen = self._unseen or not self._current.is_watched
 
     def _park_on_demand(self) -> None:
         """In the middle of the step: training state only if nobody can have got at its memory unseen before."""

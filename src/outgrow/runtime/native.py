@@ -78,7 +78,7 @@ def build_ahead(*codes: Code) -> None:
     """Compile what is not there yet, side by side. What fails, fails again where it is wanted."""
     with suppress(OSError, RuntimeError):  # no folder for a cache, no thread
         missing = [code for code in codes if not _is_whole(code.target)]
-        if len(missing) < 2:
+        if len(missing) < 2 or _compiler() is None:
             return
         say("compiling what runs past Python for this machine, once: some 15 seconds")
         with ThreadPoolExecutor(len(missing)) as pool:
@@ -108,7 +108,7 @@ def built(code: Code) -> Path:
         return target
     if code.for_python and not (code.includes[-1] / "Python.h").exists():
         raise OSError(f"there are no headers of Python in {code.includes[-1]}")
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    compiler = _compiler()
     if compiler is None:
         raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
     folder = target.parent
@@ -127,6 +127,10 @@ def built(code: Code) -> Path:
         _seal(made)
         os.replace(made, target)  # whole or not at all: others may be building it too
     return target
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 
 
 def _seal(made: Path) -> None:

@@ -394,7 +394,7 @@ PyObject* window(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, dtype);
   c10::TensorImpl* const impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(THPUtils_unpackLongs(given[4]), THPUtils_unpackLongs(given[5]), PyLong_AsLongLong(given[3]));
-  impl->set_version_counter(THPVariable_Unpack(given[0]).unsafeGetTensorImpl()->version_counter());
+  if (!made.is_inference()) impl->set_version_counter(THPVariable_Unpack(given[0]).unsafeGetTensorImpl()->version_counter());
   return THPVariable_Wrap(made);
   END_HANDLE_TH_ERRORS
 }
