@@ -172,9 +172,7 @@ class Kinds:
         self._make_way = make_way
         self.has_turned = False
         self._turned_at = -1
-        self._guessed_at = (
-            -_GUESS_STEPS
-        )  # when it was last told from its backward pass alone which kind a step was of
+        self._guessed_at = -_GUESS_STEPS  # the last step of which only the backward pass was another kind's
         self.expected: StepKind | None = None
         self.steps = 0
         self._all: list[StepKind] = []

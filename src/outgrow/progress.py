@@ -30,9 +30,8 @@ def counting_bar(refresh_per_second: float = 10) -> Progress:
 
 def say(line: str) -> None:
     """Tell whoever waits at a terminal, and nobody else, what for."""
-    with suppress(
-        AttributeError, OSError, ValueError
-    ):  # a daemon has none, and a program may put what it likes there
+    # A daemon has no such stream, and a program may put there what it likes.
+    with suppress(AttributeError, OSError, ValueError):
         if sys.stderr.isatty():
             print(f"outgrow: {line}", file=sys.stderr)  # a bar that is there goes on below
 
