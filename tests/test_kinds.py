@@ -494,31 +494,28 @@ def test_a_session_remembers_no_more_kinds_than_it_has_use_for() -> None:
 # --- kinds that save the same, and kinds that never come again ---
 
 
-def looked_at(every: int) -> Make:
-    """Each so many steps somebody looks at a gradient before the backward pass: what is saved is the same."""
+def looked_at(looks: Callable[[int], int]) -> Make:
+    """In step `k` somebody looks at the gradients of `looks(k)` parameters before the backward pass.
 
-    def run(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], k: int) -> torch.Tensor:
-        (model,), (optimizer,) = models, optimizers
-        loss = model(torch.randn(64, 64, generator=torch.Generator().manual_seed(k))).pow(2).mean()
-        if k % every == 1:
-            torch.autograd.grad(loss, next(model.parameters()), retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    What is saved is the same.
+    """
 
-    def make() -> Training:
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
-        optimizer = momentum(model.parameters())
-        return Training([model], [optimizer], partial(run, [model], [optimizer]))
+    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.randn(64, 64, generator=torch.Generator().manual_seed(k))).pow(2).mean()
+        for weight in list(model.parameters())[: looks(k)]:
+            torch.autograd.grad(loss, weight, retain_graph=True)
+        return loss
 
-    return make
+    return trained_on(
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)]), loss_of
+    )
 
 
 @pytest.mark.parametrize("every", [2, 4])
 @pytest.mark.parametrize("policy", ["auto", "vdnn-all"])
 def test_kinds_that_save_the_same_and_go_back_otherwise_each_have_a_plan(policy: str, every: int) -> None:
-    summaries = assert_equal_and_inside(looked_at(every), 6 * every, budget_for(looked_at(every), 0.75), policy)
+    make = looked_at(lambda k: k % every == 1)
+    summaries = assert_equal_and_inside(make, 6 * every, budget_for(make, 0.75), policy)
     assert all(planned(summaries)[3 * every :])
 
 
@@ -561,24 +558,7 @@ def test_a_kind_that_comes_where_none_came_again_is_planned_for_when_it_does(mon
 
 def test_a_third_way_back_for_the_same_saved_tensors_gets_a_plan_too() -> None:
     """What a step saved does not tell which of two others it is."""
-
-    def looks(k: int) -> int:
-        return k % 2 if k < 16 else 2
-
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer, k: int) -> torch.Tensor:
-        loss = model(torch.randn(64, 64, generator=torch.Generator().manual_seed(k))).pow(2).mean()
-        for weight in list(model.parameters())[: looks(k)]:
-            torch.autograd.grad(loss, weight, retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    def make() -> Training:
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
-        optimizer = momentum(model.parameters())
-        return Training([model], [optimizer], partial(run, model, optimizer))
-
+    make = looked_at(lambda k: k % 2 if k < 16 else 2)
     summaries = assert_equal_and_inside(make, 32, budget_for(make, 0.75), "vdnn-all")
     assert all(planned(summaries)[6:16])
     assert all(planned(summaries)[24:])
