@@ -1,0 +1,193 @@
+"""Small Hugging Face models at the peak that checkpointing by hand has: what would users have done without Outgrow?
+
+    python benchmarks/by_hand.py --output benchmarks/results/by-hand.json
+
+Each model trains plainly, with its own `gradient_checkpointing_enable()`, and in a session whose budget is the
+measured peak of the latter; each in a process of its own, on one thread, by turns, with glibc's heap kept. Times are
+medians. Needs `transformers`; weights and data are made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from environment import environment, write
+
+STEPS, SETTLING = 20, 8
+_BATCH, _LENGTH, _WORDS = 4, 192, 2000
+# glibc keeps what is freed, for all set-ups alike.
+_KEEPS_HEAP = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "9000000000"}
+_UNBOUNDED = 1 << 40
+
+Loss = Callable[[], Any]
+
+
+def built(name: str) -> tuple[Any, Loss]:
+    """A model, and what gives its loss on a batch."""
+    import torch
+    import transformers
+
+    words = torch.randint(5, _WORDS, (_BATCH, _LENGTH))
+    small = {"vocab_size": _WORDS, "num_attention_heads": 4}
+    wide = {**small, "hidden_size": 256, "num_hidden_layers": 6}
+    images = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
+    own: dict[str, tuple[str, dict[str, Any]]] = {
+        "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": _WORDS, "n_embd": 256, "n_layer": 6, "n_head": 4}),
+        "BertForMaskedLM": ("BertConfig", {**wide, "intermediate_size": 1024}),
+        "LlamaForCausalLM": ("LlamaConfig", {**wide, "num_key_value_heads": 2, "intermediate_size": 688}),
+        "MixtralForCausalLM": (
+            "MixtralConfig",
+            {
+                **small,
+                "hidden_size": 192,
+                "num_hidden_layers": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 512,
+                "num_local_experts": 4,
+            },
+        ),
+        "MambaForCausalLM": (
+            "MambaConfig",
+            {"vocab_size": _WORDS, "hidden_size": 192, "num_hidden_layers": 4, "state_size": 8},
+        ),
+        "ViTForImageClassification": ("ViTConfig", {**images, "image_size": 112, "patch_size": 8}),
+        "SwinForImageClassification": (
+            "SwinConfig",
+            {"embed_dim": 48, "depths": [2, 2, 2, 2], "num_heads": [2, 4, 8, 8]},
+        ),
+        "SegformerForSemanticSegmentation": ("SegformerConfig", {"num_labels": 10}),
+    }
+    configuration, given = own[name]
+    model = getattr(transformers, name)(getattr(transformers, configuration)(**given)).train()
+    if name.startswith(("ViT", "Swin", "Segformer")):
+        side = {"ViT": 112, "Swi": 224, "Seg": 128}[name[:3]]
+        pixels = torch.randn(_BATCH, 3, side, side)
+        labels = torch.zeros(_BATCH, *([side, side] if name.startswith("Seg") else []), dtype=torch.long)
+        return model, lambda: model(pixel_values=pixels, labels=labels).loss
+    return model, lambda: model(input_ids=words, labels=words).loss
+
+
+MODELS = (
+    "GPT2LMHeadModel",
+    "BertForMaskedLM",
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+    "MambaForCausalLM",
+    "ViTForImageClassification",
+    "SwinForImageClassification",
+    "SegformerForSemanticSegmentation",
+)
+
+
+def train(name: str, *, by_hand: bool, budget: int | None, turns: Connection) -> None:
+    """A process: a step at each word that comes, and back go its seconds and its peak in bytes (0: not measured)."""
+    import torch
+
+    import outgrow
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, loss = built(name)
+    if by_hand:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    session = None if budget is None else outgrow.Session(model, optimizer, budget=budget)
+    while turns.recv():
+        torch.manual_seed(1)
+        start = time.perf_counter()
+        if session is None:
+            loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with session.step():
+                loss().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        seconds = time.perf_counter() - start
+        turns.send((seconds, 0 if session is None else session.summary().measured_peak_bytes))
+    if session is not None:
+        session.close()
+
+
+class SetUp:
+    """One of them, ready for its turns."""
+
+    def __init__(self, name: str, *, by_hand: bool = False, budget: int | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._turns, theirs = context.Pipe()
+        arguments = {"by_hand": by_hand, "budget": budget, "turns": theirs}
+        self._process = context.Process(target=train, args=(name,), kwargs=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def step(self) -> tuple[float, int]:
+        """Seconds, and the peak in bytes."""
+        self._turns.send(True)
+        seconds, peak = self._turns.recv()
+        return float(seconds), int(peak)
+
+    def close(self) -> None:
+        self._turns.send(False)
+        self._process.join()
+
+
+def peak_of(name: str, *, by_hand: bool) -> int:
+    """Live bytes at the highest, in a session that has room for all; optimizer state is there from the second on."""
+    alone = SetUp(name, by_hand=by_hand, budget=_UNBOUNDED)
+    peak = max(alone.step()[1] for _ in range(3))
+    alone.close()
+    return peak
+
+
+def compared(name: str) -> dict[str, Any]:
+    """The row of one model: bytes, and medians in seconds."""
+    plain_peak, hand_peak = (peak_of(name, by_hand=by_hand) for by_hand in (False, True))
+    set_ups = {
+        "plain": SetUp(name),
+        "by_hand": SetUp(name, by_hand=True),
+        "outgrow": SetUp(name, budget=hand_peak),
+    }
+    taken: dict[str, list[tuple[float, int]]] = {kind: [] for kind in set_ups}
+    for _ in range(STEPS):
+        for kind, set_up in set_ups.items():
+            taken[kind].append(set_up.step())
+    for set_up in set_ups.values():
+        set_up.close()
+    seconds = {f"{kind}_seconds": median(each for each, _ in steps[SETTLING:]) for kind, steps in taken.items()}
+    peak = max(each for _, each in taken["outgrow"])
+    return {"model": name, "plain_bytes": plain_peak, "by_hand_bytes": hand_peak, "outgrow_bytes": peak, **seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=MODELS, help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    options = parser.parse_args()
+    os.environ.update(_KEEPS_HEAP, OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error")
+    rows = []
+    for name in options.models:
+        rows.append(compared(name))
+        row = rows[-1]
+        hand, ours = (row[f"{kind}_seconds"] / row["plain_seconds"] for kind in ("by_hand", "outgrow"))
+        share = row["by_hand_bytes"] / row["plain_bytes"]
+        print(
+            f"{name} at {share:.0%} of its plain peak: by hand {hand:.2f} plain steps, Outgrow {ours:.2f}", flush=True
+        )
+    if options.output:
+        write(options.output, {"environment": {**environment(), "threads": 1}, "rows": rows})
+    else:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
