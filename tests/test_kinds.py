@@ -564,6 +564,23 @@ def test_a_third_way_back_for_the_same_saved_tensors_gets_a_plan_too() -> None:
     assert all(planned(summaries)[24:])
 
 
+def test_windows_of_the_same_sizes_on_larger_storages_get_a_plan_too() -> None:
+    """What is saved, and the way back, do not show them."""
+    changed = 12
+
+    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+        x = torch.randn(64 if k < changed else 128, 64, generator=torch.Generator().manual_seed(k))
+        loss: torch.Tensor = model(x[:64]).pow(2).mean()
+        return loss
+
+    make = trained_on(
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)]), loss_of
+    )
+    summaries = assert_equal_and_inside(make, changed + 12, budget_for(make, 0.9), "vdnn-all")
+    assert all(planned(summaries)[4:changed])
+    assert all(planned(summaries)[changed + 6 :])
+
+
 def test_a_policy_that_keeps_all_refuses_what_does_not_fit_whatever_came_before() -> None:
     small, large = budget_for(of_depths([3] * 2), 1.0), budget_for(of_depths([12] * 2), 1.0)
     training = of_depths([1, 2, 3, 12])()

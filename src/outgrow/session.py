@@ -460,7 +460,8 @@ class Session:
         start = time.perf_counter()
         trace = with_lasting_state(trace)
         known = self._kinds.known(trace)
-        if known is not None and known.steady:  # only that another one was expected
+        # What is of the expected kind and departed all the same has changed where nothing that is saved shows it.
+        if known is not None and known.steady and known is not self._kinds.expected:
             self._kinds.learnt(known)
             return known
         # What else was made in this step and stays is there from now on.

@@ -330,8 +330,7 @@ class Walk:
         cost = self.problem.hardware.copying_costs(entry.nbytes) + self._handling_seconds(value)
         if self._recording is not None:
             self._recording.out.append(Span(activity, start, self._out_free, self._op, value))
-            self._record_cost(cost, value)
-        self.time += cost
+        self._spend(cost, value)
         self._leaving.append((self._out_free, value))
         entry.leaving = True
 
@@ -342,10 +341,11 @@ class Walk:
         self._handled.add(value)
         return self.problem.handling_seconds(value)
 
-    def _record_cost(self, cost: float, value: int) -> None:
-        """Record the time that copies, and what leaves, take from the computation."""
-        if cost:
-            self._computed(Activity.COPYING, self.time, self.time + cost, self._op, value)
+    def _spend(self, seconds: float, value: int) -> None:
+        """Copies, and what leaves, take so much time from the computation."""
+        if seconds and self._recording is not None:
+            self._computed(Activity.COPYING, self.time, self.time + seconds, self._op, value)
+        self.time += seconds
 
     def _computed(
         self, activity: Activity, start: float, end: float, op: int, value: int = -1, live: int | None = None
@@ -459,10 +459,7 @@ class Walk:
         entry = self._entries[value]
         if not entry.resident or entry.in_use or entry.leaving or entry.copied or entry.dead:
             return
-        cost = self._handling_seconds(value)
-        if self._recording is not None:
-            self._record_cost(cost, value)
-        self.time += cost
+        self._spend(self._handling_seconds(value), value)
         entry.dropped = True
         if entry.held <= self._op:
             self._free(value)
@@ -577,12 +574,10 @@ class Walk:
         entry.resident, entry.parked = True, False
         start = max(self._in_free, self.time)
         self._in_free = start + self.problem.hardware.copy_in_seconds(entry.nbytes) + self._late_seconds
-        cost = self.problem.hardware.copying_costs(entry.nbytes)
         if self._recording is not None:
             self._recording.moved(value, arrives=True)
             self._recording.back.append(Span(Activity.FETCH, start, self._in_free, self._op, value))
-            self._record_cost(cost, value)
-        self.time += cost
+        self._spend(self.problem.hardware.copying_costs(entry.nbytes), value)
         entry.arrives = self._in_free
         if self._evicts:
             self._touch(value)
