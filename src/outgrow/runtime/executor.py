@@ -244,7 +244,10 @@ class Executor:
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
             may_pass = not on_demand
             self._fast.begin(
-                None if cares_for_all else plan, self._modes + 1, may_pass=may_pass, is_open=self._memory.is_open
+                None if cares_for_all else plan,
+                self._modes + 1 if watch else 0,
+                may_pass=may_pass,
+                is_open=self._memory.is_open,
             )
             if plan is not None and recorder is None and not (on_demand or self._compiled):
                 self._staying.begin(plan, kinds, watched=watch)
@@ -500,6 +503,7 @@ class Executor:
             self._current.is_watched = True
             self._stack.enter_context(mode := Watch(self._runner, self._table))
             self._stack.enter_context(self._compiled.around(mode, None))
+            self._fast.join(self._modes + 1)
         if parks and not self._current.sees_functions:
             if _len_torch_function_stack() != self._function_modes:
                 return False

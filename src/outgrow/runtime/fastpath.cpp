@@ -8,19 +8,27 @@
 //
 // It sees ops on a dispatch key above autograd, before composite ones come apart: what is expected at a number may
 // stand for several ops in turn.
+//
+// And it has autograd sum up gradients in place, as it does where nobody looks: see `is_sum_of_gradients`.
 
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
+#include <ATen/record_function.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <string>
@@ -210,6 +218,67 @@ class Passing {
   c10::impl::ExcludeDispatchKeyGuard modes_off_;
 };
 
+// --- sums of gradients ---
+
+// The node whose formula this thread has run last, and the backward pass that it was part of.
+struct Ended {
+  const torch::autograd::Node* node = nullptr;
+  int pass = -1;
+};
+thread_local Ended ended;
+thread_local at::CallbackHandle on_nodes = at::INVALID_CALLBACK_HANDLE;
+
+std::unique_ptr<at::ObserverContext> node_begins(const at::RecordFunction&) { return nullptr; }
+
+void node_ends(const at::RecordFunction&, at::ObserverContext*) {
+  ended = {torch::autograd::get_current_node().get(), torch::autograd::get_current_graph_task_id()};
+}
+
+// Whether so many hold something, and its Python object, if it has one, is nobody's: that one lives, and holds it, as
+// long as anybody in C++ does.
+template <typename Impl>
+bool is_held_by(const Impl& held, size_t uses, size_t holders) {
+  const auto& slot = *held.pyobj_slot();
+  if (uses == holders) return slot.load_pyobj() == nullptr;
+  return uses == holders + 1 && slot.has_unique_reference();
+}
+
+bool is_ordinary(const at::Tensor& tensor) {
+  return tensor.defined() && (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == c10::kStrided &&
+         tensor.has_storage() && (tensor.key_set() & at::kTensorSubclassLike).empty() && !tensor.is_nested() && !tensor._is_zerotensor() &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+// Whether autograd's engine adds the gradient that a node gave to one that waits for the same node, which nobody else
+// has. Where nobody looks it writes the sum over that one. Where a mode is on it does not, nor where Python was shown
+// the gradient, whose Python object then counts as a holder.
+//
+// Formulas of nodes and hooks add gradients up as well, and may read both again. So the engine has to be past the
+// formula of the node that it is at.
+bool is_sum_of_gradients(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  static const auto add = c10::Dispatcher::singleton().findSchemaOrThrow("aten::add", "Tensor");
+  if (!(op == add) || at::GradMode::is_enabled() || ended.node == nullptr) return false;
+  if (ended.node != torch::autograd::get_current_node().get() ||
+      ended.pass != torch::autograd::get_current_graph_task_id())
+    return false;
+  const c10::IValue* const given = &stack[stack.size() - 3];
+  if (!given[0].isTensor() || !given[1].isTensor() || !given[2].isInt() || given[2].toInt() != 1) return false;
+  const at::Tensor &sum = given[0].toTensor(), &other = given[1].toTensor();
+  if (!is_ordinary(sum) || !is_ordinary(other) || sum.is_same(other) || sum.sizes() != other.sizes() ||
+      sum.scalar_type() != other.scalar_type() || !sum.is_non_overlapping_and_dense())
+    return false;
+  const c10::Storage& storage = sum.storage();
+  return is_held_by(*sum.unsafeGetTensorImpl(), sum.use_count(), 2) &&  // the engine and the stack
+         is_held_by(*storage.unsafeGetStorageImpl(), storage.use_count(), 1);
+}
+
+void add_in_place(torch::jit::Stack* stack) {
+  static const auto add_ = c10::Dispatcher::singleton().findSchemaOrThrow("aten::add_", "Tensor");
+  add_.callBoxed(stack);
+}
+
+// --- the ops of a step ---
+
 // Run an op past the mode. False where memory ran out: its arguments are on the stack as they were.
 bool passes(State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
             size_t count) {
@@ -301,9 +370,16 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   const c10::DispatchKeySet keys = all & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   State* const now = state != nullptr ? state : state_of_gpu.load();
   // The modes' key is not there where the mode itself calls an op, nor inside an op.
-  if (now == nullptr || !(now->learns || now->passes) || !all.has(c10::DispatchKey::Python) ||
-      all.has_any(kInsideVmap) ||
-      now->number >= now->length || c10::impl::TorchDispatchModeTLS::stack_len() != now->modes) {
+  if (now == nullptr || !all.has(c10::DispatchKey::Python) || all.has_any(kInsideVmap) ||
+      c10::impl::TorchDispatchModeTLS::stack_len() != now->modes) {
+    op.redispatchBoxed(keys, stack);
+    return;
+  }
+  if (is_sum_of_gradients(op, *stack)) {
+    add_in_place(stack);
+    return;
+  }
+  if (!(now->learns || now->passes) || now->number >= now->length) {
     op.redispatchBoxed(keys, stack);
     return;
   }
@@ -338,12 +414,15 @@ void outgrow_fastpath_install() {
   library->fallback(torch::CppFunction::makeFromBoxedFunction<&watch>());
 }
 
-// A step begins on this thread. 0 if none of its ops can pass: another step on a GPU is under way.
+// A step begins on this thread. 0 if its ops cannot be seen here: another step on a GPU is under way.
 int outgrow_fastpath_enter(State* now) {
   State* nobody = nullptr;
   if (now->device >= 0 && !state_of_gpu.compare_exchange_strong(nobody, now)) return 0;
   if (now->device < 0) state = now;
   c10::impl::tls_set_dispatch_key_included(kKey, true);
+  if (on_nodes == at::INVALID_CALLBACK_HANDLE)
+    on_nodes = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&node_begins, &node_ends).scopes({at::RecordScope::BACKWARD_FUNCTION}));
   return 1;
 }
 
@@ -352,6 +431,10 @@ void outgrow_fastpath_leave(State* now) {
   if (State* own = now; now->device >= 0) state_of_gpu.compare_exchange_strong(own, nullptr);
   state = nullptr;
   c10::impl::tls_set_dispatch_key_included(kKey, false);
+  ended = {};
+  if (on_nodes == at::INVALID_CALLBACK_HANDLE) return;
+  at::removeCallback(on_nodes);
+  on_nodes = at::INVALID_CALLBACK_HANDLE;
 }
 
 // Bytes that PyTorch's allocator has given out on a GPU, and that it holds for that.

@@ -123,7 +123,7 @@ class FastPath:
         self._lessons: ByPlan[_Lesson] = ByPlan()
         self._lesson: _Lesson | None = None
         self._count: ArenaCount | AllocatorCount | None = None
-        self.learns = self._is_paused = False
+        self.learns = self._is_paused = self._is_on = False
         arena = None if ram is None else ram.arena
         self._library = None if arena is None and gpu is None else _library()
         if self._library is None:
@@ -145,18 +145,20 @@ class FastPath:
     # --- the step ---
 
     def begin(self, plan: Plan | None, modes: int, *, is_open: bool, may_pass: bool = True) -> None:
-        """A step begins that goes by `plan`, watched by one of `modes` dispatch modes; None: each op needs care.
+        """A step begins that goes by `plan` (None: each op needs care), watched by one of `modes` dispatch modes.
 
-        Who else has a mode sees all ops. `is_open` says that the allocator refuses nothing that fits the budget.
-        Where nothing `may_pass`, the step may be a lesson all the same.
+        `modes` is 0 where nobody watches. Who else has a mode sees all ops. `is_open` says that the allocator refuses
+        nothing that fits the budget. Where nothing `may_pass`, the step may be a lesson all the same.
         """
         state = self._state
         state.number = state.peak = state.passed = 0
         state.open = is_open
         state.learns = state.passes = 0
+        state.length = 0
         self._lesson = None
         self.learns = False
-        if self._library is None or plan is None or modes != 1 or not self._has_memory:
+        self.join(modes)
+        if not self._is_on or plan is None or not self._has_memory:
             return
         lesson = self._lessons.find(plan)
         if lesson is None:
@@ -169,24 +171,29 @@ class FastPath:
             lesson.begin()
         self._lesson = lesson
         self.learns = not lesson.is_over
-        state.modes, state.length = modes, len(lesson.needs)
+        state.length = len(lesson.needs)
         state.needs, state.expected = ctypes.addressof(lesson.needs), ctypes.addressof(lesson.expected)
         # Where state leaves, a copy that failed should show at once.
         state.level = 0 if plan.parks else plan.prediction.peak_bytes
         state.bell, state.learns, state.passes = 0, self.learns, lesson.is_over
-        if not self._library.outgrow_fastpath_enter(ctypes.byref(state)):
-            self._lesson, self.learns = None, False
+
+    def join(self, modes: int) -> None:
+        """From here on one of `modes` dispatch modes watches: have native code see what it is shown."""
+        self._state.modes = modes
+        if self._library is not None and modes == 1:
+            self._is_on = bool(self._library.outgrow_fastpath_enter(ctypes.byref(self._state)))
 
     def end(self, *, followed: bool) -> None:
         """The step ends, having gone by its plan or not."""
-        if self._lesson is None:
-            return
-        assert self._library is not None
-        self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
-        if self.learns and followed:
-            self._lesson.end()
-        elif self.learns:
-            self._lessons.forget(self._lesson)
+        if self._is_on:
+            assert self._library is not None
+            self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
+            self._is_on = False
+        if self._lesson is not None and self.learns:
+            if followed:
+                self._lesson.end()
+            else:
+                self._lessons.forget(self._lesson)
         self._lesson = None
         self.learns = False
 
@@ -288,7 +295,7 @@ class FastPath:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, native code sees no op, and what is made on this thread is counted (`most_bytes`)."""
-        enters = self._lesson is not None
+        enters = self._is_on
         if enters:
             assert self._library is not None
             self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
@@ -301,9 +308,9 @@ class FastPath:
             self._is_paused = False
             if isinstance(self._count, ArenaCount):
                 self._count.count_out()
-            if enters and self._lesson is not None and self._library is not None:
-                is_back = self._library.outgrow_fastpath_enter(ctypes.byref(self._state))
-                if not is_back:  # another step took its place
+            if enters and self._is_on and self._library is not None:
+                self._is_on = bool(self._library.outgrow_fastpath_enter(ctypes.byref(self._state)))
+                if not self._is_on:  # another step took its place
                     self._lesson, self.learns = None, False
 
     @property
