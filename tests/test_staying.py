@@ -23,6 +23,7 @@ import outgrow
 from outgrow.runtime import staying
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.follower import Follower
 from outgrow.runtime.handles import window
 from outgrow.runtime.hooks import Hooks
 from outgrow.runtime.runner import Runner
@@ -95,10 +96,12 @@ class Net(nn.Module):
 net = supervised(Net, optimize=momentum, shape=(8, 3, 48, 48))
 
 
-def trained_as_plain(make: Make, share: float, policy: Any = "auto", steps: int = STEPS) -> list[outgrow.Summary]:
+def trained_as_plain(
+    make: Make, share: float, policy: Any = "auto", steps: int = STEPS, **options: Any
+) -> list[outgrow.Summary]:
     plain = train_plain(make, steps)
-    budget = 1 << 40 if share > 1 else budget_for(make, share)
-    ours, summaries = train_in_session(make, steps, budget=budget, policy=policy)
+    budget = 1 << 40 if share > 1 else budget_for(make, share, **options)
+    ours, summaries = train_in_session(make, steps, budget=budget, policy=policy, **options)
     assert ours == plain
     assert all(summary.measured_peak_bytes <= budget for summary in summaries)
     return summaries
@@ -505,7 +508,152 @@ def test_ticks_that_the_plan_acts_at_come_to_python() -> None:
             assert code & 2 or number not in acts
         moved = {item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items}
         for number, saved in enumerate(trace.saved):
-            assert (expected[4 * number] == staying._MOVES) >= (saved.value in moved)
+            role = expected[staying._COLUMNS * number]
+            assert (role == staying._MOVES) >= (saved.value in moved)
+
+
+# --- further ones on what moves ---
+
+PARTS = 24
+LARGE = {"least_moved_bytes": 16 << 10}  # of what is moved, so that states stay
+
+
+def in_parts(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+    """A sequence, part by part: autograd saves a window on two large tensors for each."""
+    gates, inputs = torch.sigmoid(model[0](x)), torch.tanh(model[1](x))
+    state = torch.zeros(x.shape[0], 48)
+    for part in range(PARTS):
+        state = state * gates[:, part] + inputs[:, part]
+        state = state * inputs[:, part]
+    return model[2](state).pow(2).mean()
+
+
+def network_in_parts(forward: Callable[[nn.Module, torch.Tensor, int], torch.Tensor] = in_parts) -> Make:
+    return supervised(
+        lambda: nn.ModuleList([nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 8)]),
+        forward,
+        momentum,
+        shape=(16, PARTS, 32),
+    )
+
+
+@pytest.mark.parametrize(("policy", "share"), [("vdnn-all", 0.9), ("auto", 0.75), (RecomputeAll(), 0.9)], ids=str)
+def test_of_many_windows_on_what_moves_few_come_to_python(
+    policy: Any, share: float, in_python: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained_as_plain(network_in_parts(), share, policy, **LARGE)
+    ours = in_python[-1]
+    monkeypatch.setattr(Staying, "has_entry", lambda self, handle: None)
+    trained_as_plain(network_in_parts(), share, policy, **LARGE)
+    assert ours < in_python[-1] - PARTS
+
+
+@pytest.mark.parametrize(("policy", "share"), [("vdnn-all", 0.9), ("auto", 0.8), (RecomputeAll(), 0.9)], ids=str)
+def test_where_a_step_leaves_its_plan_they_get_handles(
+    policy: Any, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coins, given, steps = Random(0), set(), [0]
+    advance, handle_of = Follower.advance, Staying.handle_of
+
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        steps.append(k)
+        return in_parts(model, x, k)
+
+    def goes_on(self: Follower, *args: Any) -> bool:
+        return advance(self, *args) and (steps[-1] < 6 or coins.random() > 0.1)
+
+    def gives(self: Staying, kept: Any) -> Any:
+        handle = handle_of(self, kept)
+        given.add(type(kept).__name__ if handle is not None else "")
+        return handle
+
+    monkeypatch.setattr(Follower, "advance", goes_on)
+    monkeypatch.setattr(Staying, "handle_of", gives)
+    trained_as_plain(network_in_parts(forward), share, policy, steps=20, **LARGE)
+    assert "Share" in given
+
+
+@pytest.mark.parametrize("written", ["all of it", "a window", "past autograd", "past autograd, a window"])
+def test_what_is_written_to_a_value_with_many_windows(written: str) -> None:
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        inputs = torch.tanh(model[1](x))
+        state = torch.sigmoid(model[0](x)).mean(1)
+        for part in range(PARTS):
+            state = state * inputs[:, part]
+            if k >= 5 and part == PARTS // 2:
+                target = inputs[:, 3] if "window" in written else inputs
+                if "past" in written:
+                    target.data.mul_(0.5)
+                else:
+                    with torch.no_grad():
+                        target.mul_(0.5)
+        return model[2](state).pow(2).mean()
+
+    make = network_in_parts(forward)
+    if "past" in written:
+        trained_as_plain(make, 0.8, "vdnn-all", **LARGE)
+        return
+    budget = budget_for(network_in_parts(), 0.8, **LARGE)
+    words = []
+    for train in (
+        lambda: train_plain(make, STEPS),
+        lambda: train_in_session(make, STEPS, budget=budget, policy="vdnn-all", **LARGE),
+    ):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+            train()
+        words.append(str(error.value))
+    for text in words:
+        assert "is at version 1; expected version 0 instead" in text
+
+
+def test_graphs_with_many_windows_outlive_their_steps() -> None:
+    training = network_in_parts()()
+    model = training.models[0]
+    wanted: list[torch.Tensor] = []
+    with outgrow.Session(
+        model, budget=budget_for(network_in_parts(), 0.8, **LARGE), policy="vdnn-all", **LARGE
+    ) as session:
+        for k in range(7):
+            with session.step():
+                x = torch.randn(16, PARTS, 32, generator=torch.Generator().manual_seed(k))
+                loss = in_parts(model, x, k)
+                if k < 6:
+                    loss.backward()
+                    model.zero_grad()
+        wanted = list(torch.autograd.grad(in_parts(model, x, k), list(model.parameters())))
+        with session.step():
+            found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        assert all(map(torch.equal, found, wanted))
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_part_of_a_graph_that_goes_early_leaves_the_value_to_the_others() -> None:
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        inputs = torch.tanh(model[1](x))
+        gone = inputs[:, 0] * inputs[:, 1]  # the handle that the others hold on to is this one's
+        state = inputs[:, 2] * inputs[:, 3]
+        del gone
+        for part in range(4, PARTS):
+            state = state * inputs[:, part]
+        return model[2](state).pow(2).mean()
+
+    trained_as_plain(network_in_parts(forward), 0.8, "vdnn-all", **LARGE)
+
+
+def test_nothing_is_left_of_their_entries() -> None:
+    training = network_in_parts()()
+    with outgrow.Session(
+        training.models,
+        training.optimizers,
+        budget=budget_for(network_in_parts(), 0.8, **LARGE),
+        policy="vdnn-all",
+        **LARGE,
+    ) as session:
+        for k in range(STEPS):
+            with session.step():
+                training.run(k)
+            assert not session._pool.has_entries
 
 
 # --- what left and came back ---

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -18,6 +18,31 @@ class Owner(Protocol):
     def released(self, handle: Handle) -> None: ...
 
 
+class Share(Protocol):
+    """A further saved tensor on a value that the pool has, as `Share` in staying.cpp.
+
+    It holds the `anchor`, the handle of another one, until a `handle` of its own has taken its place. `geometry` is
+    dtype, offset, shape and strides of its window.
+    """
+
+    @property
+    def anchor(self) -> Handle | None: ...
+    @property
+    def handle(self) -> Handle | None: ...
+    @property
+    def geometry(self) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    def ghost(self, nothing: torch.Tensor) -> torch.Tensor: ...
+    def give_way(self, handle: Handle) -> None: ...
+
+
 class Handle:
     """One saved tensor.
 
@@ -30,6 +55,7 @@ class Handle:
     """
 
     __slots__ = (
+        "__weakref__",
         "_dtype",
         "_offset",
         "_shape",
@@ -67,6 +93,24 @@ class Handle:
         self._version = tensor._version
         self._shape = torch.Size() if tensor.is_nested else tensor.shape
         self._dtype = tensor.dtype
+
+    @classmethod
+    def in_place_of(cls, share: Share, owner: Owner, nothing: torch.Tensor) -> Self:
+        """The handle that takes the place of a share, whose entry has one more saved tensor for it."""
+        assert share.anchor is not None
+        entry = share.anchor.entry
+        assert entry is not None
+        self = cls.__new__(cls)
+        self.owner, self.epoch, self.number, self.nbytes = owner, share.epoch, share.number, share.nbytes
+        self.recorded = -1
+        self.tensor = self.record = None
+        self.ghost, self._version = share.ghost(nothing), share.version
+        self._dtype, self._offset, shape, self._stride = share.geometry
+        self._shape = torch.Size(shape)
+        self.entry = entry
+        entry.handles += 1
+        share.give_way(self)
+        return self
 
     def enter(self, entry: Entry, nothing: torch.Tensor) -> None:
         """Leave the memory to the pool: from here on the handle holds a window, not a tensor."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -20,7 +20,7 @@ from outgrow.runtime.current import CurrentStep
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.fastpath import FastPath
-from outgrow.runtime.handles import Handle
+from outgrow.runtime.handles import Handle, Share
 from outgrow.runtime.interrupts import Interrupts
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
@@ -192,6 +192,7 @@ class Hooks:
                     self.saved_bytes += entry.nbytes
                 handle.enter(entry, self._nothing)
                 self._recomputer.packed(record, entry)
+                self.staying.has_entry(handle)
             self.packs.append(handle.nbytes)
             if not current.is_watched and handle.number % _PACKS_PER_LOOK == 0:
                 self._memory.make_room(0)
@@ -200,12 +201,13 @@ class Hooks:
 
     # --- what it wants back ---
 
-    def unpack(self, handle: Handle | Stay) -> torch.Tensor:
+    def unpack(self, kept: Handle | Stay | Share) -> torch.Tensor:
         """Autograd wants a saved tensor back."""
         with torch._C.DisableTorchFunction():
-            if isinstance(handle, Handle):
+            handle = kept if isinstance(kept, Handle) else self.staying.handle_of(kept)
+            if handle is not None:
                 return self._unpack(handle)
-            return self._unpack_stay(handle) if handle.handle is None else self._unpack(handle.handle)
+            return self._unpack_stay(cast(Stay, kept))
 
     def _unpack_stay(self, stay: Stay) -> torch.Tensor:
         if self._interrupts.waiting:
@@ -259,6 +261,7 @@ class Hooks:
     def released(self, handle: Handle) -> None:
         """Autograd let go of a saved tensor."""
         if threading.get_ident() != self._thread:  # garbage collection runs on any thread
+            self.staying.let_go_elsewhere()
             self._released_elsewhere.append(handle)
             return
         recording = self._current.recording

@@ -1,5 +1,5 @@
-// Saved tensors that stay where they are, packed and unpacked without Python; staying.py says which, and why. And the
-// windows on the memory of those that left and came back.
+// Saved tensors that stay where they are, packed and unpacked without Python; staying.py says which, and why. Further
+// ones on values that leave and come back; and the windows on the memory of all that do.
 //
 // `pack` and `unpack` of a `Stays` are the hooks of a session's steps. Whatever is not exactly what the plan foretells,
 // and what the plan acts at, goes to the hooks in Python.
@@ -11,14 +11,18 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <cstdint>
 #include <new>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -36,6 +40,7 @@ struct Expected {
   int64_t nbytes;   // of the tensor; -1 if that depends on data
   int64_t counted;  // of its value, if this is the first tensor on it that is saved
   int64_t storage;  // where training state lies, once it was seen there; else 0
+  int64_t value;    // of one that moves, the value that it is a window on, if others are as well; else -1
 };
 enum Role : int64_t { kMoves, kStays, kIsState };
 
@@ -67,6 +72,21 @@ struct Stay {
   static Stay* of(Node* node) { return reinterpret_cast<Stay*>(reinterpret_cast<char*>(node) - offsetof(Stay, node)); }
 };
 
+// A further one on a value that moves, of which the pool has an entry already.
+struct Share {
+  PyObject_HEAD
+  PyObject* anchor;  // the handle of another one, by which the entry is held; null once a handle has taken its place
+  PyObject* handle;
+  c10::VariableVersion counter;  // of what was saved
+  std::vector<int64_t> sizes, strides;
+  int64_t offset;
+  at::ScalarType dtype;
+  int64_t epoch, number, nbytes, version;
+};
+
+// For each value that was saved as more than one tensor, a weak reference to the handle of one.
+using Anchors = std::unordered_map<int64_t, PyObject*>;
+
 // The hooks of a session, and where the step that runs has come to in its plan.
 struct Stays {
   PyObject_HEAD
@@ -91,6 +111,7 @@ struct Stays {
   int64_t count, counts;   // else addresses of what counts blocks from when they are made, and of what asks it
   int64_t is_parked;       // address of what tells whether a storage's bytes may be away
   Node here;
+  Anchors anchors;
 };
 
 // --- one of them ---
@@ -139,6 +160,71 @@ PyMethodDef stay_methods[] = {{"give_way", Stay_give_way, METH_O, nullptr}, {nul
 
 PyTypeObject StayType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
+// --- one that shares a value ---
+
+void Share_dealloc(PyObject* item) {
+  auto* const self = reinterpret_cast<Share*>(item);
+  using Sizes = std::vector<int64_t>;
+  self->counter.~VariableVersion();
+  self->sizes.~Sizes();
+  self->strides.~Sizes();
+  PyObject *const anchor = self->anchor, *const handle = self->handle;
+  Py_TYPE(item)->tp_free(item);
+  Py_XDECREF(anchor);
+  Py_XDECREF(handle);
+}
+
+PyObject* tuple_of(const std::vector<int64_t>& numbers) {
+  PyObject* const found = PyTuple_New(static_cast<Py_ssize_t>(numbers.size()));
+  for (size_t i = 0; found != nullptr && i < numbers.size(); ++i)
+    PyTuple_SET_ITEM(found, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(numbers[i]));
+  return found;
+}
+
+// (dtype, offset, shape, strides) of the window that it is.
+PyObject* Share_geometry(PyObject* item, void*) {
+  HANDLE_TH_ERRORS
+  auto* const self = reinterpret_cast<Share*>(item);
+  THPObjectPtr shape(tuple_of(self->sizes)), strides(tuple_of(self->strides));
+  if (!shape || !strides) return nullptr;
+  return Py_BuildValue("OLOO", reinterpret_cast<PyObject*>(torch::getTHPDtype(self->dtype)),
+                       static_cast<long long>(self->offset), shape.get(), strides.get());
+  END_HANDLE_TH_ERRORS
+}
+
+// Another tensor on the memory of this one, with the version counter of what was saved.
+PyObject* Share_ghost(PyObject* item, PyObject* given) {
+  HANDLE_TH_ERRORS
+  const c10::impl::ExcludeDispatchKeyGuard modes_off(kModes);
+  const auto* const self = reinterpret_cast<Share*>(item);
+  return THPVariable_Wrap(at::Tensor(THPVariable_Unpack(given).unsafeGetTensorImpl()->shallow_copy_and_detach(
+      self->counter, /*allow_tensor_metadata_change=*/true)));
+  END_HANDLE_TH_ERRORS
+}
+
+// A handle takes its place.
+PyObject* Share_give_way(PyObject* item, PyObject* handle) {
+  auto* const self = reinterpret_cast<Share*>(item);
+  Py_XSETREF(self->handle, Py_NewRef(handle));
+  Py_CLEAR(self->anchor);
+  Py_RETURN_NONE;
+}
+
+PyMemberDef share_members[] = {{"anchor", T_OBJECT, offsetof(Share, anchor), READONLY, nullptr},
+                               {"handle", T_OBJECT, offsetof(Share, handle), READONLY, nullptr},
+                               {"epoch", T_LONGLONG, offsetof(Share, epoch), READONLY, nullptr},
+                               {"number", T_LONGLONG, offsetof(Share, number), READONLY, nullptr},
+                               {"nbytes", T_LONGLONG, offsetof(Share, nbytes), READONLY, nullptr},
+                               {"version", T_LONGLONG, offsetof(Share, version), READONLY, nullptr},
+                               {nullptr, 0, 0, 0, nullptr}};
+PyGetSetDef share_properties[] = {{"geometry", Share_geometry, nullptr, nullptr, nullptr},
+                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMethodDef share_methods[] = {{"ghost", Share_ghost, METH_O, nullptr},
+                               {"give_way", Share_give_way, METH_O, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
+
+PyTypeObject ShareType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
 // --- all of them ---
 
 // Neither modes nor functions over tensors look at what is done meanwhile.
@@ -170,9 +256,9 @@ bool is_plain(const at::Tensor& tensor) {
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-bool is_parked(const Stays& self, const at::Tensor& tensor) {
+bool is_parked(const Stays& self, const c10::StorageImpl* storage) {
   const auto ask = reinterpret_cast<int (*)(const void*)>(self.is_parked);
-  return ask != nullptr && ask(tensor.storage().unsafeGetStorageImpl());
+  return ask != nullptr && ask(storage);
 }
 
 // Whether the bytes of a tensor's storage are counted without the ledger.
@@ -193,17 +279,22 @@ bool is_next(const Stays& self, int64_t code) {
          static_cast<const int64_t*>(self.codes.buf)[self.tick] == code;
 }
 
-// What autograd is to keep; null if Python has to say, or with its error set.
-Stay* stay_for(Stays& self, PyObject* item) {
+// What is known of a saved tensor, if it is the one that comes next; null if Python has to say, or with its error set.
+const Expected* next_of(Stays& self, PyObject* item) {
   if (!THPVariable_CheckExact(item) || !is_next(self, self.number << 2)) return nullptr;
   // What is called here in Python would be compiled.
   if (is_true(PyObject_CallNoArgs(self.is_compiling)) || PyErr_Occurred()) return nullptr;
   const auto& next = static_cast<const Expected*>(self.expected.buf)[self.number];
   const at::Tensor& tensor = THPVariable_Unpack(item);
-  if (next.role == kMoves || !is_plain(tensor)) return nullptr;
-  const auto nbytes = static_cast<int64_t>(tensor.nbytes());
-  if (next.nbytes >= 0 && nbytes != next.nbytes) return nullptr;
+  if ((next.role == kMoves && next.value < 0) || !is_plain(tensor)) return nullptr;
+  if (next.nbytes >= 0 && static_cast<int64_t>(tensor.nbytes()) != next.nbytes) return nullptr;
   if (self.strays != Py_None && (is_true(PyObject_CallNoArgs(self.strays)) || PyErr_Occurred())) return nullptr;
+  return &next;
+}
+
+// What autograd is to keep of one that stays; null as above.
+Stay* stay_for(Stays& self, PyObject* item, const Expected& next) {
+  const at::Tensor& tensor = THPVariable_Unpack(item);
   const bool is_state = next.role == kIsState;
   if (is_state) {
     // Who lends parameters counts aliases of theirs.
@@ -232,45 +323,130 @@ Stay* stay_for(Stays& self, PyObject* item) {
   }
   stay->epoch = self.epoch;
   stay->number = self.number;
-  stay->nbytes = nbytes;
+  stay->nbytes = static_cast<int64_t>(tensor.nbytes());
   stay->version = tensor._version();
   self.kept_bytes += next.counted;
   return stay;
 }
 
+// The storage where the value of a handle lies; null if it is not there, or its bytes are still on their way.
+c10::StorageImpl* storage_of(PyObject* handle, THPObjectPtr& entry) {
+  static PyObject* const names[] = {PyUnicode_InternFromString("entry"), PyUnicode_InternFromString("storage"),
+                                    PyUnicode_InternFromString("reading")};
+  entry = PyObject_GetAttr(handle, names[0]);
+  if (!entry || entry.get() == Py_None) return nullptr;
+  THPObjectPtr storage(PyObject_GetAttr(entry, names[1])), reading(PyObject_GetAttr(entry, names[2]));
+  if (!storage || !reading || reading.get() != Py_None || !THPStorage_Check(storage.get())) return nullptr;
+  return THPStorage_Unpack(storage.get()).unsafeGetStorageImpl();  // the entry holds it
+}
+
+bool is_of_version(PyObject* entry, int64_t version) {
+  static PyObject* const name = PyUnicode_InternFromString("version");
+  THPObjectPtr found(PyObject_GetAttr(entry, name));
+  return found && PyLong_AsLongLong(found) == version;
+}
+
+// The handle that an anchor leads to, with a hold on it; null if it is gone.
+PyObject* anchor_of(const Stays& self, int64_t value) {
+  const auto found = self.anchors.find(value);
+  if (found == self.anchors.end()) return nullptr;
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* handle = nullptr;
+  PyWeakref_GetRef(found->second, &handle);
+  return handle;
+#else
+  PyObject* const handle = PyWeakref_GetObject(found->second);
+  return handle == nullptr || handle == Py_None ? nullptr : Py_NewRef(handle);
+#endif
+}
+
+// What autograd is to keep of one more window on a value that lies where the pool knows it; null as above.
+Share* share_for(Stays& self, PyObject* item, const Expected& next) {
+  const at::Tensor& tensor = THPVariable_Unpack(item);
+  if (tensor.is_leaf() && tensor.requires_grad()) return nullptr;
+  THPObjectPtr anchor(anchor_of(self, next.value)), entry;
+  if (!anchor || storage_of(anchor, entry) != tensor.storage().unsafeGetStorageImpl()) return nullptr;
+  const auto version = static_cast<int64_t>(tensor._version());
+  if (!is_of_version(entry, version) || is_parked(self, tensor.storage().unsafeGetStorageImpl())) return nullptr;
+  PyObject* const made = ShareType.tp_alloc(&ShareType, 0);
+  if (made == nullptr) return nullptr;
+  auto* const share = reinterpret_cast<Share*>(made);
+  new (&share->counter) c10::VariableVersion(tensor.unsafeGetTensorImpl()->version_counter());
+  new (&share->sizes) std::vector<int64_t>(tensor.sizes().vec());
+  new (&share->strides) std::vector<int64_t>(tensor.strides().vec());
+  share->anchor = anchor.release();
+  share->offset = tensor.storage_offset();
+  share->dtype = tensor.scalar_type();
+  share->epoch = self.epoch;
+  share->number = self.number;
+  share->nbytes = static_cast<int64_t>(tensor.nbytes());
+  share->version = version;
+  return share;
+}
+
 // Take down that a saved tensor has its place; false with an error set.
-bool packed(Stays& self, const Stay& stay) {
-  PyObject* const nbytes = PyLong_FromLongLong(stay.nbytes);
-  if (nbytes == nullptr) return false;
-  const bool failed = PyList_Append(self.packs, nbytes) != 0;
-  Py_DECREF(nbytes);
-  if (failed) return false;
-  ++self.number;
+bool packed(Stays& self, int64_t nbytes) {
+  THPObjectPtr taken(PyLong_FromLongLong(nbytes));
+  if (!taken || PyList_Append(self.packs, taken) != 0) return false;
+  const int64_t number = self.number++;
   ++self.tick;
-  if (!self.looks || stay.number % kPacksPerLook != 0) return true;
-  PyObject* const done = PyObject_CallNoArgs(self.look);
-  Py_XDECREF(done);
-  return done != nullptr;
+  if (!self.looks || number % kPacksPerLook != 0) return true;
+  THPObjectPtr done(PyObject_CallNoArgs(self.look));
+  return static_cast<bool>(done);
 }
 
 PyObject* Stays_pack(PyObject* hooks, PyObject* item) {
   HANDLE_TH_ERRORS
   auto& self = *reinterpret_cast<Stays*>(hooks);
-  Stay* const stay = stay_for(self, item);
-  if (stay == nullptr) return PyErr_Occurred() ? nullptr : PyObject_CallOneArg(self.pack, item);
-  if (packed(self, *stay)) return reinterpret_cast<PyObject*>(stay);
-  Py_DECREF(stay);
-  return nullptr;
+  const Expected* const next = next_of(self, item);
+  THPObjectPtr kept;
+  if (next != nullptr && next->role == kMoves) {
+    kept = reinterpret_cast<PyObject*>(share_for(self, item, *next));
+  } else if (next != nullptr) {
+    kept = reinterpret_cast<PyObject*>(stay_for(self, item, *next));
+  }
+  if (!kept) return PyErr_Occurred() ? nullptr : PyObject_CallOneArg(self.pack, item);
+  if (!packed(self, static_cast<int64_t>(THPVariable_Unpack(item).nbytes()))) return nullptr;
+  return kept.release();
   END_HANDLE_TH_ERRORS
+}
+
+// A window on a storage that shares a version counter.
+at::Tensor window_on(c10::Storage storage, at::ScalarType dtype, int64_t offset, at::IntArrayRef sizes,
+                     at::IntArrayRef strides, const c10::VariableVersion& counter) {
+  const c10::DispatchKeySet keys(storage.device_type() == c10::kCUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, c10::scalarTypeToTypeMeta(dtype));
+  c10::TensorImpl* const impl = made.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(sizes, strides, offset);
+  if (!made.is_inference()) impl->set_version_counter(counter);
+  return made;
+}
+
+// What autograd is given back of a share; null if Python has to say, or with its error set.
+PyObject* unpacked(Stays& self, const Share& share) {
+  if (share.handle != nullptr || share.epoch != self.epoch || !is_next(self, share.number << 2 | 1) ||
+      static_cast<int64_t>(share.counter.current_version()) != share.version)
+    return nullptr;
+  THPObjectPtr entry;
+  c10::StorageImpl* const storage = storage_of(share.anchor, entry);
+  if (storage == nullptr || is_parked(self, storage)) return nullptr;
+  ++self.tick;
+  auto held = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+  return THPVariable_Wrap(
+      window_on(std::move(held), share.dtype, share.offset, share.sizes, share.strides, share.counter));
 }
 
 PyObject* Stays_unpack(PyObject* hooks, PyObject* item) {
   HANDLE_TH_ERRORS
   auto& self = *reinterpret_cast<Stays*>(hooks);
+  if (Py_TYPE(item) == &ShareType) {
+    PyObject* const found = unpacked(self, *reinterpret_cast<const Share*>(item));
+    return found != nullptr || PyErr_Occurred() ? found : PyObject_CallOneArg(self.unpack, item);
+  }
   const auto* const stay = reinterpret_cast<const Stay*>(item);
   if (Py_TYPE(item) != &StayType || stay->handle != nullptr || stay->epoch != self.epoch ||
       !is_next(self, stay->number << 2 | 1) || static_cast<int64_t>(stay->tensor()._version()) != stay->version ||
-      is_parked(self, stay->tensor()))
+      is_parked(self, stay->tensor().storage().unsafeGetStorageImpl()))
     return PyObject_CallOneArg(self.unpack, item);
   ++self.tick;
   if (stay->own != nullptr) return Py_NewRef(stay->own);
@@ -292,8 +468,36 @@ PyObject* Stays_all(PyObject* hooks, PyObject*) {
   return found;
 }
 
+// No value has an anchor any more.
+void forget_anchors(Stays& self) {
+  Anchors anchors;
+  anchors.swap(self.anchors);
+  for (const auto& anchor : anchors) Py_DECREF(anchor.second);
+}
+
+PyObject* Stays_forget_anchors(PyObject* hooks, PyObject*) {
+  forget_anchors(*reinterpret_cast<Stays*>(hooks));
+  Py_RETURN_NONE;
+}
+
+// A saved tensor's value has an entry, which its handle holds: further ones may share that.
+PyObject* Stays_anchor(PyObject* hooks, PyObject* args) {
+  auto& self = *reinterpret_cast<Stays*>(hooks);
+  long long number;
+  PyObject* handle;
+  if (!PyArg_ParseTuple(args, "LO", &number, &handle)) return nullptr;
+  const auto* const expected = static_cast<const Expected*>(self.expected.buf);
+  if (!self.on || number >= static_cast<long long>(self.expected.len / sizeof(Expected)) || expected[number].value < 0)
+    Py_RETURN_NONE;
+  PyObject* const made = PyWeakref_NewRef(handle, nullptr);
+  if (made == nullptr) return nullptr;
+  Py_XSETREF(self.anchors[expected[number].value], made);
+  Py_RETURN_NONE;
+}
+
 // Know nothing of any step.
 void forget(Stays& self) {
+  forget_anchors(self);
   PyBuffer_Release(&self.expected);
   PyBuffer_Release(&self.codes);
   self.expected = self.codes = Py_buffer{};
@@ -330,6 +534,7 @@ PyObject* Stays_new(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* const made = type->tp_alloc(type, 0);
   if (made == nullptr) return nullptr;
   new (&reinterpret_cast<Stays*>(made)->here) Node;
+  new (&reinterpret_cast<Stays*>(made)->anchors) Anchors;
   Stays_clear(made);
   return made;
 }
@@ -347,6 +552,7 @@ void Stays_dealloc(PyObject* hooks) {
   PyObject_GC_UnTrack(hooks);
   while (self.here.after != &self.here) self.here.after->take_out();
   forget(self);
+  self.anchors.~Anchors();
   for_each_callable(self, [](PyObject*& item) { Py_CLEAR(item); });
   Py_TYPE(hooks)->tp_free(hooks);
 }
@@ -375,6 +581,8 @@ PyMethodDef stays_methods[] = {{"pack", Stays_pack, METH_O, nullptr},
                                {"unpack", Stays_unpack, METH_O, nullptr},
                                {"all", Stays_all, METH_NOARGS, nullptr},
                                {"expect", Stays_expect, METH_VARARGS, nullptr},
+                               {"anchor", Stays_anchor, METH_VARARGS, nullptr},
+                               {"forget_anchors", Stays_forget_anchors, METH_NOARGS, nullptr},
                                {nullptr, nullptr, 0, nullptr}};
 
 PyTypeObject StaysType = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -388,14 +596,10 @@ PyObject* window(PyObject*, PyObject* const* given, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "window(tensor, storage, dtype, offset, shape, strides)");
     return nullptr;
   }
-  c10::Storage storage = THPStorage_Unpack(given[1]);
-  const c10::DispatchKeySet keys(storage.device_type() == c10::kCUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
-  const auto dtype = c10::scalarTypeToTypeMeta(reinterpret_cast<const THPDtype*>(given[2])->scalar_type);
-  const at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, dtype);
-  c10::TensorImpl* const impl = made.unsafeGetTensorImpl();
-  impl->set_sizes_and_strides(THPUtils_unpackLongs(given[4]), THPUtils_unpackLongs(given[5]), PyLong_AsLongLong(given[3]));
-  if (!made.is_inference()) impl->set_version_counter(THPVariable_Unpack(given[0]).unsafeGetTensorImpl()->version_counter());
-  return THPVariable_Wrap(made);
+  return THPVariable_Wrap(window_on(THPStorage_Unpack(given[1]), reinterpret_cast<const THPDtype*>(given[2])->scalar_type,
+                                    PyLong_AsLongLong(given[3]), THPUtils_unpackLongs(given[4]),
+                                    THPUtils_unpackLongs(given[5]),
+                                    THPVariable_Unpack(given[0]).unsafeGetTensorImpl()->version_counter()));
   END_HANDLE_TH_ERRORS
 }
 
@@ -414,6 +618,13 @@ PyMODINIT_FUNC PyInit_outgrow_staying() {
   StayType.tp_members = stay_members;
   StayType.tp_getset = stay_properties;
   StayType.tp_methods = stay_methods;
+  ShareType.tp_name = "outgrow_staying.Share";
+  ShareType.tp_basicsize = sizeof(Share);
+  ShareType.tp_flags = Py_TPFLAGS_DEFAULT;
+  ShareType.tp_dealloc = Share_dealloc;
+  ShareType.tp_members = share_members;
+  ShareType.tp_getset = share_properties;
+  ShareType.tp_methods = share_methods;
   StaysType.tp_name = "outgrow_staying.Stays";
   StaysType.tp_basicsize = sizeof(Stays);
   StaysType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
@@ -424,8 +635,10 @@ PyMODINIT_FUNC PyInit_outgrow_staying() {
   StaysType.tp_members = stays_members;
   StaysType.tp_methods = stays_methods;
   PyObject* module = nullptr;
-  if (PyType_Ready(&StayType) == 0 && PyType_Ready(&StaysType) == 0) module = PyModule_Create(&definition);
+  if (PyType_Ready(&StayType) == 0 && PyType_Ready(&ShareType) == 0 && PyType_Ready(&StaysType) == 0)
+    module = PyModule_Create(&definition);
   if (module == nullptr || PyModule_AddObjectRef(module, "Stay", reinterpret_cast<PyObject*>(&StayType)) != 0 ||
+      PyModule_AddObjectRef(module, "Share", reinterpret_cast<PyObject*>(&ShareType)) != 0 ||
       PyModule_AddObjectRef(module, "Stays", reinterpret_cast<PyObject*>(&StaysType)) != 0) {
     Py_XDECREF(module);
     return nullptr;

@@ -3,6 +3,9 @@
 Most of them are such: parameters, statistics, and what the plan neither moves nor makes anything anew from. The pool
 need not know of them as long as the plan holds. It is shown them once memory runs short, and when they outlive their
 step. Without a compiler the pool knows all.
+
+Of a value that does move, the pool has to know one saved tensor: further ones, such as a recurrent network saves of
+each part of a sequence, hold on to that one's handle, and come to Python only where the value is not there.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import importlib.util
 import logging
 import subprocess
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -23,7 +27,7 @@ from outgrow.planning.agenda import actions_of, stays_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.by_plan import ByPlan
 from outgrow.runtime.fastpath import FastPath
-from outgrow.runtime.handles import Handle, Owner, changed, window
+from outgrow.runtime.handles import Handle, Owner, Share, changed, window
 from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers.arena import ArenaCount
@@ -37,7 +41,7 @@ CODE = Code(Path(__file__).with_name("staying.cpp"), ("c10", "torch_cpu", "torch
 _MODULE = "outgrow_staying"
 # The roles and columns of `Expected` in staying.cpp.
 _MOVES, _STAYS, _IS_STATE = range(3)
-_COLUMNS = 4
+_COLUMNS = 5
 _STORAGE = 3
 
 _Hook = Callable[[Any], Any]
@@ -117,8 +121,10 @@ class Staying:
         self.window: Callable[..., torch.Tensor] = window
         module = _native() if fast_path.asks_parked else None
         self._stays: Any = None
+        self._share: type = type(None)
         if module is None:
             return
+        self._share = module.Share
         stays = self.ticks = self._stays = module.Stays()
         stays.pack_in_python, stays.unpack_in_python = hooks
         stays.see = ledger.see
@@ -161,6 +167,23 @@ class Staying:
         self._expected = None
         if self._stays is not None:
             self._stays.on = False
+
+    def has_entry(self, handle: Handle) -> None:
+        """The value of a saved tensor has an entry in the pool: further ones on it may share that."""
+        if self._expected is not None:
+            self._stays.anchor(handle.number, handle)
+
+    def let_go_elsewhere(self) -> None:
+        """A handle was let go of that is still about: none may be shared."""
+        if self._stays is not None:
+            self._stays.forget_anchors()
+
+    def handle_of(self, kept: Stay | Share) -> Handle | None:
+        """The handle that has taken the place of one, or takes that of a share now. None for one that stays."""
+        if kept.handle is None and isinstance(kept, self._share):
+            with torch._C._DisableTorchDispatch():
+                return Handle.in_place_of(cast(Share, kept), self._owner, self._nothing)
+        return kept.handle
 
     def saw_state(self, number: int, record: StorageRecord) -> None:
         """Saved tensor `number` is training state, which will lie there in the next step, too."""
@@ -216,10 +239,12 @@ def _expected(plan: Plan) -> tuple[array[int], array[int]]:
     """What staying.cpp is told of the saved tensors under a plan, and of its ticks."""
     trace = plan.problem.trace
     expected: array[int] = array("q")
+    windows = Counter(saved.value for saved in trace.saved)
     for saved, nbytes, counted in zip(trace.saved, trace.packs, stays_of(plan), strict=True):
         is_state = trace.values[saved.value].kind not in (Kind.INPUT, Kind.ACTIVATION, Kind.TEMPORARY)
         role = _MOVES if counted < 0 else _IS_STATE if is_state else _STAYS
-        expected.extend((role, nbytes, max(0, counted), 0))
+        shared = saved.value if role == _MOVES and not is_state and windows[saved.value] > 1 else -1
+        expected.extend((role, nbytes, max(0, counted), 0, shared))
     actions = actions_of(plan)
     codes = array(
         "q",
