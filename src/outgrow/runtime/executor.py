@@ -171,6 +171,7 @@ class Executor:
             hooks,
             interrupts,
         )
+        fast.ask_to_let_go(self._runner.let_go_of)
         self._follower = Follower(
             hooks.staying.ticks, pool, self._parking, self._recomputer, self._reuser, self._demand
         )

@@ -11,6 +11,7 @@
 //
 // And it has autograd sum up gradients in place, as it does where nobody looks: see `is_sum_of_gradients`.
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -31,6 +32,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -40,8 +42,8 @@ namespace {
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;  // PyTorch has it and makes no use of it
 constexpr int64_t kLargeRise = 256 << 10;  // as in room.py: ops below are not worth a look at the resident set
 constexpr int64_t kLittle = 4 << 10;       // bytes that are worth nobody's attention
-constexpr int64_t kWrites = -2;            // as in fastpath.py
-constexpr int64_t kGated = 1ll << 62;      // as in fastpath.py
+// What may be said of an op beside its bytes; as in fastpath.py.
+constexpr int64_t kGated = 1ll << 62, kWrites = 1ll << 61, kDraws = 1ll << 60, kBytes = kDraws - 1;
 constexpr size_t kCodeBytes = 320 << 10;   // as in reserve.py: what a library may take from the heap
 
 const c10::DispatchKeySet kModes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
@@ -60,7 +62,7 @@ struct Expected {
   uint64_t look;
   int64_t ops;
   int64_t rise;      // bytes that it adds at its worst moment
-  int64_t gated;     // whether it may be done in another way where it is refused some of them
+  int64_t flags;     // kGated: it may be done in another way where it is refused some of them; kDraws
   uint64_t written;  // a bit for each argument that it writes to
 };
 
@@ -79,12 +81,13 @@ struct State {
   int64_t device;          // the number of the GPU that is trained on; -1 for the CPU
   int64_t limit;           // what the resident set may be, in bytes
   int64_t statm, page;     // the open /proc/self/statm, and bytes of a page there
-  const int64_t* needs;    // of each op what it adds, in bytes (and kGated); -1: it needs care; -2 - bytes: it writes
+  const int64_t* needs;    // of each op what it adds, in bytes, and what else there is to say; -1: it needs care
   Expected* expected;
   const std::atomic<int64_t>* booked;  // live bytes that the ledger knows of
   Count* count;                        // live bytes of what passed
   void (*count_in)(void*);
   void (*keep_under)(size_t, int, size_t, int);
+  void (*let_go_of)(const void*);  // has nobody of ours hold a storage any more, nor read it
 };
 
 thread_local State* state = nullptr;  // of the step that runs on this thread
@@ -255,7 +258,7 @@ bool is_ordinary(const at::Tensor& tensor) {
 //
 // Formulas of nodes and hooks add gradients up as well, and may read both again. So the engine has to be past the
 // formula of the node that it is at.
-bool is_sum_of_gradients(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+bool is_sum_of_gradients(const State& now, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   static const auto add = c10::Dispatcher::singleton().findSchemaOrThrow("aten::add", "Tensor");
   if (!(op == add) || at::GradMode::is_enabled() || ended.node == nullptr) return false;
   if (ended.node != torch::autograd::get_current_node().get() ||
@@ -267,9 +270,19 @@ bool is_sum_of_gradients(const c10::OperatorHandle& op, const torch::jit::Stack&
   if (!is_ordinary(sum) || !is_ordinary(other) || sum.is_same(other) || sum.sizes() != other.sizes() ||
       sum.scalar_type() != other.scalar_type() || !sum.is_non_overlapping_and_dense())
     return false;
-  const c10::Storage& storage = sum.storage();
-  return is_held_by(*sum.unsafeGetTensorImpl(), sum.use_count(), 2) &&  // the engine and the stack
-         is_held_by(*storage.unsafeGetStorageImpl(), storage.use_count(), 1);
+  const auto is_free = [&] {
+    const c10::Storage& storage = sum.storage();
+    return is_held_by(*sum.unsafeGetTensorImpl(), sum.use_count(), 2) &&  // the engine and the stack
+           is_held_by(*storage.unsafeGetStorageImpl(), storage.use_count(), 1);
+  };
+  if (is_free()) return true;
+  const void* const storage = sum.storage().unsafeGetStorageImpl();
+  {
+    const std::lock_guard guard(looking);
+    if (!parked.count(storage) && !followed.count(storage)) return false;
+  }
+  now.let_go_of(storage);
+  return is_free();
 }
 
 void add_in_place(torch::jit::Stack* stack) {
@@ -279,11 +292,38 @@ void add_in_place(torch::jit::Stack* stack) {
 
 // --- the ops of a step ---
 
-// Run an op past the mode. False where memory ran out: its arguments are on the stack as they were.
+// What the CPU's generator draws next, to be drawn once more.
+class Dice {
+ public:
+  Dice() : generator_(at::detail::getDefaultCPUGenerator()) {
+    const std::lock_guard guard(generator_.mutex());
+    auto& now = *at::check_generator<at::CPUGeneratorImpl>(generator_);
+    engine_ = now.engine();
+    next_float_ = now.next_float_normal_sample();
+    next_double_ = now.next_double_normal_sample();
+  }
+  void put_back() {
+    const std::lock_guard guard(generator_.mutex());
+    auto& now = *at::check_generator<at::CPUGeneratorImpl>(generator_);
+    now.set_engine(engine_);
+    now.set_next_float_normal_sample(next_float_);
+    now.set_next_double_normal_sample(next_double_);
+  }
+
+ private:
+  at::Generator generator_;
+  at::mt19937 engine_;
+  std::optional<float> next_float_;
+  std::optional<double> next_double_;
+};
+
+// Run an op past the mode. False where memory ran out: its arguments are on the stack as they were, and nothing is drawn.
 bool passes(State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
-            size_t count) {
+            size_t count, bool draws) {
   const std::vector<c10::IValue> given(stack->end() - count, stack->end());
   const size_t below = stack->size() - count;
+  std::optional<Dice> dice;
+  if (draws) dice.emplace();
   try {
     const Passing passing(now);
     op.redispatchBoxed(keys - kModes, stack);
@@ -294,6 +334,7 @@ bool passes(State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   } catch (const std::runtime_error& error) {
     if (!is_out_of_memory(error.what())) throw;
   }
+  if (dice) dice->put_back();
   stack->resize(below);
   stack->insert(stack->end(), given.begin(), given.end());
   return false;
@@ -303,15 +344,14 @@ bool passes(State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t look) {
   const int64_t ops = now.number - first;
   if (now.number > now.length || op.operator_name().name.rfind("aten::", 0) != 0) return;
-  const bool writes = now.needs[first] <= kWrites;
-  if (writes && ops > 1) return;
-  int64_t rise = writes ? kWrites - now.needs[first] : 0;
-  int64_t gated = 0;
-  for (int64_t i = first; !writes && i < now.number; ++i) {
+  int64_t rise = 0, flags = 0;
+  for (int64_t i = first; i < now.number; ++i) {
     if (now.needs[i] < 0) return;
-    gated |= now.needs[i] & kGated;
-    rise += now.needs[i] & ~kGated;
+    flags |= now.needs[i] & ~kBytes;
+    rise += now.needs[i] & kBytes;
   }
+  const bool writes = flags & kWrites;
+  if (writes && ops > 1) return;
   uint64_t written = 0;
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -319,7 +359,7 @@ void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t lo
     if (i >= 64 || !writes) return;
     written |= uint64_t{1} << i;
   }
-  now.expected[first] = Expected{&op.schema(), look, ops, rise, gated, written};
+  now.expected[first] = Expected{&op.schema(), look, ops, rise, flags, written};
 }
 
 // Whether an op writes to nothing that anybody follows.
@@ -354,7 +394,7 @@ bool all_there(const torch::jit::Stack& stack, size_t count) {
 
 bool fits(State& now, const Expected& next) {
   const int64_t risen = live_bytes(now) + next.rise;
-  if (risen > now.budget || (next.gated && !now.open)) return false;
+  if (risen > now.budget || ((next.flags & kGated) && !now.open)) return false;
   if (now.device >= 0) {  // its own allocator keeps it under the wall, and the host's heap has no bounds
     now.peak = std::max(now.peak, risen);
     return true;
@@ -375,7 +415,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
     op.redispatchBoxed(keys, stack);
     return;
   }
-  if (is_sum_of_gradients(op, *stack)) {
+  if (is_sum_of_gradients(*now, op, *stack)) {
     add_in_place(stack);
     return;
   }
@@ -393,7 +433,8 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   }
   const Expected next = now->expected[first];  // a copy: the step may turn to another plan meanwhile
   if (next.op == &op.schema() && next.look == look_of(keys, *stack, count) && all_there(*stack, count) &&
-      writes_safely(next, *stack, count) && fits(*now, next) && passes(*now, op, keys, stack, count)) {
+      writes_safely(next, *stack, count) && fits(*now, next) &&
+      passes(*now, op, keys, stack, count, next.flags & kDraws)) {
     now->number += next.ops;
     now->passed += next.ops;
     return;

@@ -35,11 +35,11 @@ CODE = Code(Path(__file__).with_name("fastpath.cpp"), ("c10", "torch_cpu"))
 KEY = "TESTING_ONLY_GenericMode"
 # A number among an op's arguments may be another one in every step, so that its need is never known beforehand.
 _MOST_STEPS_OF_A_LESSON = 3
-# What is noted of an op that needs care. Of one that does not: the bytes that it adds; or, if it writes to something,
-# this less those bytes; if a library may do it in another way where it is refused some of them, both.
+# What is noted of an op that needs care. Of one that does not, the bytes that it adds, and whether a library may do
+# it in another way where it is refused some of them, whether it writes to something, and whether it draws random
+# numbers.
 _CARE = -1
-_WRITES = -2
-_GATED = 1 << 62
+_GATED, _WRITES, _DRAWS = 1 << 62, 1 << 61, 1 << 60
 
 
 class _Expected(ctypes.Structure):
@@ -50,7 +50,7 @@ class _Expected(ctypes.Structure):
         ("look", ctypes.c_uint64),
         ("ops", ctypes.c_int64),
         ("rise", ctypes.c_int64),
-        ("gated", ctypes.c_int64),
+        ("flags", ctypes.c_int64),
         ("written", ctypes.c_uint64),
     )
 
@@ -80,6 +80,7 @@ class _State(ctypes.Structure):
         ("count", ctypes.c_void_p),
         ("count_in", ctypes.c_void_p),
         ("keep_under", ctypes.c_void_p),
+        ("let_go_of", ctypes.c_void_p),
     )
 
 
@@ -123,6 +124,7 @@ class FastPath:
         self._lessons: ByPlan[_Lesson] = ByPlan()
         self._lesson: _Lesson | None = None
         self._count: ArenaCount | AllocatorCount | None = None
+        self._let_go_of: Any = None
         self.learns = self._is_paused = self._is_on = False
         arena = None if ram is None else ram.arena
         self._library = None if arena is None and gpu is None else _library()
@@ -141,6 +143,11 @@ class FastPath:
         self._state.count_in = arena.count_in_address
         self._state.keep_under = arena.keep_under_address
         self._state.limit, self._state.statm, self._state.page = ram.limit
+
+    def ask_to_let_go(self, let_go_of: Callable[[int], None]) -> None:
+        """Before gradients are summed up in place, whoever of ours may hold the storage at an address is asked to."""
+        self._let_go_of = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(let_go_of)
+        self._state.let_go_of = ctypes.cast(self._let_go_of, ctypes.c_void_p)
 
     # --- the step ---
 
@@ -246,15 +253,17 @@ class FastPath:
         """The highest live bytes at any of those."""
         return int(self._state.peak)
 
-    def needs_no_care(self, number: int, rise_bytes: int, *, writes: bool = False, gated: bool = False) -> None:
+    def needs_no_care(
+        self, number: int, rise_bytes: int, *, writes: bool = False, gated: bool = False, draws: bool = False
+    ) -> None:
         """An op has run that needs no care, and adds so much at its worst moment.
 
         Nothing is made anew from it; and if it `writes`, then to nothing that anybody follows. A `gated` one passes
-        only where the allocator refuses nothing.
+        only where the allocator refuses nothing. If it `draws`, then from the generator of the CPU.
         """
         if self._lesson is not None and number < len(self._lesson.needs):
-            kept = rise_bytes | _GATED if gated else rise_bytes
-            self._lesson.needs[number] = _WRITES - rise_bytes if writes else kept
+            flags = _WRITES * writes | _GATED * gated | _DRAWS * draws
+            self._lesson.needs[number] = rise_bytes | flags
 
     def was_measured(self) -> None:
         """What an op needs is known now: if the step is a lesson, another one is to come."""
@@ -348,6 +357,7 @@ class FastPath:
             self._count.close()
             self._count = None
             self._library = None
+        self._state.let_go_of = self._let_go_of = None
 
 
 def _follow(library: ctypes.CDLL, record: StorageRecord) -> None:

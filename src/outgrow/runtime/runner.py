@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from outgrow.errors import OutgrowError
 from outgrow.runtime.calls import Calls
 from outgrow.runtime.care import NOTHING, Need, OpNeeds
 from outgrow.runtime.compiled import CompiledCode
@@ -24,6 +26,8 @@ from outgrow.runtime.room import Room
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, OpTable, is_opaque, outputs_of, parts_of, tensors_in, written_tensors
 from outgrow.tracing.recorder import accumulates_gradient
+
+_LOG = logging.getLogger(__name__)
 
 
 class Runner:
@@ -162,16 +166,19 @@ class Runner:
 
     def _wants_care(self, facts: OpFacts, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
         """Whether ops like this one are never let past the mode."""
-        is_special = facts.draws or facts.over_lists or facts.sized_by_floats or self._convolutions.seen(facts)
+        if facts.draws and not (
+            self._ledger.device_type == "cpu" and all(item.is_cpu for item in (*inputs, *outputs))
+        ):
+            return True
+        is_special = facts.over_lists or facts.sized_by_floats or self._convolutions.seen(facts)
         return is_special or any(map(is_opaque, (*inputs, *outputs)))
 
     def _let_pass(self, number: int, facts: OpFacts, rise_bytes: int, written: Sequence[StorageRecord]) -> None:
         """Op `number` may pass from the next step on, if it writes to nothing that matters."""
-        fast = self._fast
-        if not facts.writes:
-            fast.needs_no_care(number, rise_bytes, gated=self._calls.wants_gate(facts))
-        elif not any(record.followers for record in written):
-            fast.needs_no_care(number, rise_bytes, writes=True)
+        if not any(record.followers for record in written):
+            gated = not facts.writes and self._calls.wants_gate(facts)
+            writes = bool(facts.writes)
+            self._fast.needs_no_care(number, rise_bytes, writes=writes, gated=gated, draws=facts.draws)
 
     def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A view will be made: an op of the trace, which needs no care."""
@@ -202,6 +209,21 @@ class Runner:
     def sees_views(self) -> bool:
         """Whether every op is wanted, views too: by a recorder, or where values are parked that no plan parks."""
         return self._demand.on or self._current.recording is not None
+
+    def let_go_of(self, address: int) -> None:
+        """Gradients are about to be summed up in the storage there: nothing of ours is to hold or read it."""
+        if self._hooks.changes_threads:
+            self._hooks.come_here()
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            record = self._ledger.at(address)
+            if record is None or not self._parking.busy:
+                return
+            try:
+                self._parking.restore(record)
+                self._parking.before_change(record)
+                self._parking.before_write(record)
+            except OutgrowError as error:  # it is where it was: the sum is a new tensor, if it can be
+                _LOG.info("fallback: gradients are not summed up in place: %s", error)
 
     # --- ours ---
 

@@ -158,6 +158,11 @@ class Ledger:
                 return record
         return self.see_storage(storage) if self._is_here(tensor) else None
 
+    def at(self, address: int) -> StorageRecord | None:
+        """The record of the storage at an address, if it is known and alive."""
+        record = self._records.get(address)
+        return None if record is None or record.storage() is None else record
+
     def _is_here(self, tensor: torch.Tensor) -> bool:
         if self.device_type == "cpu":  # there is but one, and this asks for no object
             return tensor.is_cpu

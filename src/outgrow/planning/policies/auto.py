@@ -59,6 +59,9 @@ class Auto:
     name = "auto"
 
     def plan(self, problem: Problem) -> Plan:
+        return _without_idle_reuses(self._found(problem))
+
+    def _found(self, problem: Problem) -> Plan:
         keep = Keep().plan(problem)
         if keep.simulate().feasible:
             return _own(keep)
@@ -207,6 +210,23 @@ def _rank(plan: Plan) -> tuple[bool, float, int]:
     prediction = plan.simulate()
     time = prediction.step_seconds if prediction.feasible else float(prediction.peak_bytes)
     return (not prediction.feasible, time, prediction.offloaded_bytes + prediction.evicted_bytes)
+
+
+def _without_idle_reuses(plan: Plan) -> Plan:
+    """The same but for ops that write over their input where there is room for both, and little is saved by it.
+
+    Each is handled by itself, which takes the thread that trains longer than to fill a small result.
+    """
+    problem = plan.problem
+    hardware, curve = problem.hardware, plan.simulate().curve
+    worth_bytes = hardware.handling_seconds * hardware.memory_bandwidth
+
+    def is_idle(op: int) -> bool:
+        nbytes = problem.trace.values[problem.trace.ops[op].outputs[0]].nbytes
+        return nbytes < worth_bytes and curve[op] + nbytes <= problem.budget_bytes
+
+    leaner = replace(plan, reuses=tuple(op for op in plan.reuses if not is_idle(op)))
+    return leaner if _rank(leaner) <= _rank(plan) else plan
 
 
 def _own(plan: Plan) -> Plan:
