@@ -276,6 +276,7 @@ bool is_sum_of_gradients(const State& now, const c10::OperatorHandle& op, const 
            is_held_by(*storage.unsafeGetStorageImpl(), storage.use_count(), 1);
   };
   if (is_free()) return true;
+  if (now.let_go_of == nullptr) return false;
   const void* const storage = sum.storage().unsafeGetStorageImpl();
   {
     const std::lock_guard guard(looking);

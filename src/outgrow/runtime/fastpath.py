@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import subprocess
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,8 +146,18 @@ class FastPath:
         self._state.limit, self._state.statm, self._state.page = ram.limit
 
     def ask_to_let_go(self, let_go_of: Callable[[int], None]) -> None:
-        """Before gradients are summed up in place, whoever of ours may hold the storage at an address is asked to."""
-        self._let_go_of = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(let_go_of)
+        """Before gradients are summed up in place, whoever of ours may hold the storage at an address is asked to.
+
+        `let_go_of` is a method; its object is not held, as no collector finds what native code holds.
+        """
+        method = weakref.WeakMethod(let_go_of)
+
+        def ask(address: int) -> None:
+            found = method()
+            if found is not None:
+                found(address)
+
+        self._let_go_of = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ask)
         self._state.let_go_of = ctypes.cast(self._let_go_of, ctypes.c_void_p)
 
     # --- the step ---
