@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import outgrow
 from outgrow.runtime import fastpath
+from outgrow.runtime.parking import Parking
+from outgrow.runtime.runner import Runner
 from outgrow.tracing.ir import Op, Phase
 from steps import (
     Make,
@@ -81,7 +86,7 @@ def test_the_recorded_step_has_the_sums_of_the_plain_one() -> None:
 def test_every_step_of_a_plan_has_them(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum out of place is an op of another name at its number, and makes a storage of its own."""
     names: list[list[str]] = []
-    run = outgrow.runtime.runner.Runner.run
+    run = Runner.run
 
     def noted(self: Any, func: Any, facts: Any, args: Any, kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:
@@ -92,7 +97,7 @@ def test_every_step_of_a_plan_has_them(policy: Any, monkeypatch: pytest.MonkeyPa
         names.append([])
         return model(x).pow(2).mean()
 
-    monkeypatch.setattr(outgrow.runtime.runner.Runner, "run", noted)
+    monkeypatch.setattr(Runner, "run", noted)
     make = network(forward)
     train_in_session(make, STEPS, budget=budget_for(make, 0.7), policy=policy)
     assert "aten.add_.Tensor" in names[-STEPS]
@@ -274,6 +279,101 @@ def test_whatever_the_sums_are_of_and_whoever_looks(
     for mine, theirs in zip(seen, seen_plain, strict=True):
         assert len(mine) == len(theirs)
         assert all(map(torch.equal, mine, theirs))
+
+
+def read_twice(gradient: torch.Tensor) -> torch.Tensor:
+    """A sum one half of which is read again."""
+    twice = gradient * 2
+    thrice = twice + gradient
+    return thrice * twice
+
+
+with warnings.catch_warnings():  # that there are newer compilers
+    warnings.simplefilter("ignore")
+    # Compiled code holds what it works on as the engine does: by one reference of C++'s.
+    read_again = torch.jit.script(read_twice)
+
+
+class Scripted(torch.autograd.Function):
+    """A formula that calls another node, and then adds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            ctx.node = (x.detach().requires_grad_() * 1.5).grad_fn
+        return x * 1.5
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return read_again(ctx.node(gradient)[0])
+
+
+@pytest.mark.parametrize("where", ["a node's hook", "a module's hook", "a tensor's hook", "a formula"])
+def test_sums_of_compiled_code_in_the_backward_pass_are_its_own(where: str) -> None:
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        inner = model.blocks[0](x)
+        outer = inner + torch.tanh(model.blocks[1](inner))
+        if where == "a node's hook":
+            outer.grad_fn.register_hook(lambda made, given: (read_again(made[0]), made[1]))
+        elif where == "a tensor's hook":
+            outer.register_hook(read_again)
+        elif where == "a formula":
+            outer = Scripted.apply(outer)
+        return model.blocks[2](outer).pow(2).mean()
+
+    def build() -> nn.Module:
+        model = ShortCuts()
+        if where == "a module's hook":
+            model.blocks[2].register_full_backward_hook(lambda module, made, given: (read_again(made[0]),))
+        return model
+
+    make = supervised(build, forward, shape=(ROWS, WIDTH))
+    ours, _ = train_in_session(make, STEPS, budget=budget_for(make, 0.8))
+    assert ours == train_plain(make, STEPS)
+
+
+@pytest.mark.parametrize("how", ["compiled", "profiled"])
+def test_no_step_leaves_anybody_looking_at_nodes(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """PyTorch says so when somebody leaves who is not there; who came for him stays then."""
+    training = network()()
+    if how == "compiled":
+        for block in training.models[0].blocks:
+            block.compile(backend="aot_eager")
+    with outgrow.Session(training.models, training.optimizers, budget=budget_for(network(), 0.8)) as session:
+        for k in range(4):
+            with session.step(), torch.profiler.profile() if how == "profiled" else nullcontext():
+                training.run(k)
+    assert "callback" not in capfd.readouterr().err
+
+
+def test_a_signal_that_arrives_before_a_sum_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a gradient that the plan parks is waited for, which native code asked for."""
+    asked: list[int] = []
+    let_go_of, before_write = Runner.let_go_of, Parking.before_write
+
+    def asks(self: Runner, address: int) -> None:
+        asked.append(address)
+        let_go_of(self, address)
+        asked.append(0)
+
+    def interrupted(self: Parking, record: Any) -> None:
+        if asked and asked[-1]:
+            signal.raise_signal(signal.SIGINT)
+            with self._pool._interrupts.let_in():
+                pass
+        before_write(self, record)
+
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        x = far = torch.tanh(model.blocks[0](x))
+        for block in model.blocks[1:]:
+            x = torch.tanh(block(x))
+        return (x + far * 2).pow(2).mean()
+
+    monkeypatch.setattr(Runner, "let_go_of", asks)
+    monkeypatch.setattr(Parking, "before_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_in_session(network(forward), 12, budget="1GiB", policy=ParkAll(prefetch=False))
+    assert asked
 
 
 def test_graphs_of_gradients_sum_up_out_of_place() -> None:

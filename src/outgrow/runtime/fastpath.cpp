@@ -62,7 +62,7 @@ struct Expected {
   uint64_t look;
   int64_t ops;
   int64_t rise;      // bytes that it adds at its worst moment
-  int64_t flags;     // kGated: it may be done in another way where it is refused some of them; kDraws
+  int64_t flags;     // kGated (it may be done in another way where it is refused some of them), kWrites, kDraws
   uint64_t written;  // a bit for each argument that it writes to
 };
 
@@ -223,18 +223,32 @@ class Passing {
 
 // --- sums of gradients ---
 
-// The node whose formula this thread has run last, and the backward pass that it was part of.
-struct Ended {
+// A node's turn in a backward pass.
+struct Turn {
   const torch::autograd::Node* node = nullptr;
   int pass = -1;
+  bool operator==(const Turn& other) const { return node == other.node && pass == other.pass; }
 };
-thread_local Ended ended;
+
+thread_local std::vector<Turn> running;  // whose formulas run on this thread, the innermost last
+thread_local Turn ended;                 // whose formula has ended last
 thread_local at::CallbackHandle on_nodes = at::INVALID_CALLBACK_HANDLE;
 
-std::unique_ptr<at::ObserverContext> node_begins(const at::RecordFunction&) { return nullptr; }
+Turn this_turn() {
+  return {torch::autograd::get_current_node().get(), torch::autograd::get_current_graph_task_id()};
+}
 
+std::unique_ptr<at::ObserverContext> node_begins(const at::RecordFunction&) {
+  running.push_back(this_turn());
+  return nullptr;
+}
+
+// A formula may call other nodes by itself: those have no turn of their own, and end within that of the caller.
 void node_ends(const at::RecordFunction&, at::ObserverContext*) {
-  ended = {torch::autograd::get_current_node().get(), torch::autograd::get_current_graph_task_id()};
+  if (running.empty()) return;
+  const Turn turn = running.back();
+  running.pop_back();
+  if (running.empty() || !(running.back() == turn)) ended = turn;
 }
 
 // Whether so many hold something, and its Python object, if it has one, is nobody's: that one lives, and holds it, as
@@ -253,17 +267,15 @@ bool is_ordinary(const at::Tensor& tensor) {
 }
 
 // Whether autograd's engine adds the gradient that a node gave to one that waits for the same node, which nobody else
-// has. Where nobody looks it writes the sum over that one. Where a mode is on it does not, nor where Python was shown
-// the gradient, whose Python object then counts as a holder.
+// has. Where nobody looks it writes the sum over that one. Where a mode is on it does not, nor where Python was shown the
+// gradient's storage, whose Python object then counts as a holder.
 //
-// Formulas of nodes and hooks add gradients up as well, and may read both again. So the engine has to be past the
-// formula of the node that it is at.
+// Formulas of nodes and hooks add gradients up as well, and may read both again. So the formula of the node that the
+// engine is at has to be over, and there must be no hooks that come after it.
 bool is_sum_of_gradients(const State& now, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   static const auto add = c10::Dispatcher::singleton().findSchemaOrThrow("aten::add", "Tensor");
-  if (!(op == add) || at::GradMode::is_enabled() || ended.node == nullptr) return false;
-  if (ended.node != torch::autograd::get_current_node().get() ||
-      ended.pass != torch::autograd::get_current_graph_task_id())
-    return false;
+  if (!(op == add) || at::GradMode::is_enabled() || ended.node == nullptr || !(this_turn() == ended)) return false;
+  if (!torch::autograd::get_current_node()->post_hooks().empty()) return false;
   const c10::IValue* const given = &stack[stack.size() - 3];
   if (!given[0].isTensor() || !given[1].isTensor() || !given[2].isInt() || given[2].toInt() != 1) return false;
   const at::Tensor &sum = given[0].toTensor(), &other = given[1].toTensor();
@@ -283,7 +295,7 @@ bool is_sum_of_gradients(const State& now, const c10::OperatorHandle& op, const 
     if (!parked.count(storage) && !followed.count(storage)) return false;
   }
   now.let_go_of(storage);
-  return is_free();
+  return is_free();  // should it be away all the same: `add_` is the mode's then, which has it come back
 }
 
 void add_in_place(torch::jit::Stack* stack) {
@@ -456,27 +468,37 @@ void outgrow_fastpath_install() {
   library->fallback(torch::CppFunction::makeFromBoxedFunction<&watch>());
 }
 
-// A step begins on this thread. 0 if its ops cannot be seen here: another step on a GPU is under way.
+// Ops on this thread are the step's from now on. 0 if they cannot be seen here: another step on a GPU is under way.
 int outgrow_fastpath_enter(State* now) {
   State* nobody = nullptr;
   if (now->device >= 0 && !state_of_gpu.compare_exchange_strong(nobody, now)) return 0;
   if (now->device < 0) state = now;
   c10::impl::tls_set_dispatch_key_included(kKey, true);
-  if (on_nodes == at::INVALID_CALLBACK_HANDLE)
-    on_nodes = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&node_begins, &node_ends).scopes({at::RecordScope::BACKWARD_FUNCTION}));
   return 1;
 }
 
-// The step that began on this thread ends.
+// They are no longer.
 void outgrow_fastpath_leave(State* now) {
   if (State* own = now; now->device >= 0) state_of_gpu.compare_exchange_strong(own, nullptr);
   state = nullptr;
   c10::impl::tls_set_dispatch_key_included(kKey, false);
-  ended = {};
-  if (on_nodes == at::INVALID_CALLBACK_HANDLE) return;
-  at::removeCallback(on_nodes);
-  on_nodes = at::INVALID_CALLBACK_HANDLE;
+}
+
+// See nodes of backward passes that are asked for on this thread from now on, or no longer. Not inside one: what is
+// switched on or off there is undone when it ends.
+void outgrow_fastpath_see_nodes(int is_on) {
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  if (is_on && on_nodes == at::INVALID_CALLBACK_HANDLE) {
+    try {
+      on_nodes = at::addThreadLocalCallback(
+          at::RecordFunctionCallback(&node_begins, &node_ends).scopes({at::RecordScope::BACKWARD_FUNCTION}));
+    } catch (const std::bad_alloc&) {  // sums are out of place then
+    }
+  } else if (!is_on && on_nodes != at::INVALID_CALLBACK_HANDLE) {
+    at::removeCallback(on_nodes);
+    on_nodes = at::INVALID_CALLBACK_HANDLE;
+    ended = {};
+  }
 }
 
 // Bytes that PyTorch's allocator has given out on a GPU, and that it holds for that.

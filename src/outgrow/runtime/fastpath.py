@@ -168,6 +168,10 @@ class FastPath:
         `modes` is 0 where nobody watches. Who else has a mode sees all ops. `is_open` says that the allocator refuses
         nothing that fits the budget. Where nothing `may_pass`, the step may be a lesson all the same.
         """
+        self._enter(plan, modes, is_open=is_open, may_pass=may_pass)
+        self._see_nodes()
+
+    def _enter(self, plan: Plan | None, modes: int, *, is_open: bool, may_pass: bool) -> None:
         state = self._state
         state.number = state.peak = state.passed = 0
         state.open = is_open
@@ -175,7 +179,7 @@ class FastPath:
         state.length = 0
         self._lesson = None
         self.learns = False
-        self.join(modes)
+        self._watch(modes)
         if not self._is_on or plan is None or not self._has_memory:
             return
         lesson = self._lessons.find(plan)
@@ -197,12 +201,26 @@ class FastPath:
 
     def join(self, modes: int) -> None:
         """From here on one of `modes` dispatch modes watches: have native code see what it is shown."""
+        self._watch(modes)
+        self._see_nodes()
+
+    def _watch(self, modes: int) -> None:
         self._state.modes = modes
         if self._library is not None and modes == 1:
             self._is_on = bool(self._library.outgrow_fastpath_enter(ctypes.byref(self._state)))
 
+    def _see_nodes(self) -> None:
+        if self._is_on:
+            assert self._library is not None
+            self._library.outgrow_fastpath_see_nodes(True)
+
     def end(self, *, followed: bool) -> None:
         """The step ends, having gone by its plan or not."""
+        if self._library is not None:
+            self._library.outgrow_fastpath_see_nodes(False)
+        self._leave(followed=followed)
+
+    def _leave(self, *, followed: bool) -> None:
         if self._is_on:
             assert self._library is not None
             self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
@@ -221,8 +239,8 @@ class FastPath:
             return
         state = self._state
         number, modes, peak, passed = self.number, int(state.modes), state.peak, state.passed
-        self.end(followed=False)
-        self.begin(plan, modes, is_open=False, may_pass=may_pass)
+        self._leave(followed=False)
+        self._enter(plan, modes, is_open=False, may_pass=may_pass)
         self.was_measured()  # where this is a lesson, it does not tell of what came before
         self.number, state.peak, state.passed = number, peak, passed
 
@@ -389,6 +407,8 @@ def _library() -> ctypes.CDLL | None:
     library.outgrow_fastpath_enter.argtypes = (ctypes.c_void_p,)
     library.outgrow_fastpath_leave.argtypes = (ctypes.c_void_p,)
     library.outgrow_fastpath_leave.restype = None
+    library.outgrow_fastpath_see_nodes.argtypes = (ctypes.c_int,)
+    library.outgrow_fastpath_see_nodes.restype = None
     for function in (library.outgrow_fastpath_allocated, library.outgrow_fastpath_reserved):
         function.argtypes = (ctypes.c_int,)
         function.restype = ctypes.c_int64

@@ -103,7 +103,7 @@ class Handle:
         self = cls.__new__(cls)
         self.owner, self.epoch, self.number, self.nbytes = owner, share.epoch, share.number, share.nbytes
         self.recorded = -1
-        self.tensor = self.record = None
+        self.tensor = self.record = self.entry = None
         self.ghost, self._version = share.ghost(nothing), share.version
         self._dtype, self._offset, shape, self._stride = share.geometry
         self._shape = torch.Size(shape)

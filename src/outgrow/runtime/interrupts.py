@@ -77,12 +77,12 @@ class Interrupts:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Inside everybody waits, whatever takes how long: training state is on its way back."""
-        self._is_shut = True
+        """Inside everybody waits, whatever takes how long: nobody could be told, or training state is on its way."""
+        before, self._is_shut = self._is_shut, True
         try:
             yield
         finally:
-            self._is_shut = False
+            self._is_shut = before
 
     def check(self) -> None:
         """Nothing is half done here: let in who waits. Raises what the program's handlers do."""

@@ -211,10 +211,13 @@ class Runner:
         return self._demand.on or self._current.recording is not None
 
     def let_go_of(self, address: int) -> None:
-        """Gradients are about to be summed up in the storage there: nothing of ours is to hold or read it."""
+        """Gradients are about to be summed up in the storage there: nothing of ours is to hold or read it.
+
+        Native code calls this, which knows of no errors: what stands in the way here stands in the way of the sum.
+        """
         if self._hooks.changes_threads:
             self._hooks.come_here()
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        with self._interrupts.shut(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             record = self._ledger.at(address)
             if record is None or not self._parking.busy:
                 return
@@ -222,7 +225,7 @@ class Runner:
                 self._parking.restore(record)
                 self._parking.before_change(record)
                 self._parking.before_write(record)
-            except OutgrowError as error:  # it is where it was: the sum is a new tensor, if it can be
+            except (OutgrowError, RuntimeError, MemoryError) as error:
                 _LOG.info("fallback: gradients are not summed up in place: %s", error)
 
     # --- ours ---
