@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from outgrow.planning.policies import Policy
 from outgrow.runtime.settings import settings, under
@@ -375,3 +376,64 @@ def test_memory_behind_sparse_gradients_is_counted_in_every_step() -> None:
     peaks = [summary.measured_peak_bytes for summary in free]
     assert max(peaks[2:]) <= 1.01 * max(peaks[:2])
     assert free[-1].replans == free[2].replans
+
+
+# --- passes inside passes, on threads of autograd's own ---
+
+
+@pytest.mark.parametrize("share", [0.8, 2])
+def test_passes_so_deep_in_each_other_that_they_go_on_on_another_thread(share: float) -> None:
+    """Beyond 60 levels autograd has a thread of its own go on."""
+
+    def deep(model: nn.Module, x: torch.Tensor, levels: int) -> torch.Tensor:
+        if levels == 0:
+            return torch.tanh(model(x)) * x
+        # (States of the generator, which nobody sees being made, would be as large as what this computes with.)
+        options = {"use_reentrant": True, "preserve_rng_state": False}
+        return checkpoint(lambda inner: deep(model, inner, levels - 1), x, **options) * 0.9 + x
+
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        return deep(model, x.requires_grad_(), 70).mul(1e-6).pow(2).mean()
+
+    make = supervised(lambda: nn.Linear(32, 32), forward, shape=(64, 32))
+    budget = 1 << 30 if share > 1 else budget_for(make, share)
+    ours, summaries = train_in_session(make, 5, budget=budget)
+    assert ours == train_plain(make, 5)
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+
+
+# --- what is kept until the next step has it, too ---
+
+
+def keeping_its_outputs() -> Training:
+    """As loops in scripts do: `outputs` and `batch` are there until the next ones take their names."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1024))
+    optimizer = momentum(model.parameters())
+    names: dict[str, torch.Tensor] = {}
+
+    def run(k: int) -> torch.Tensor:
+        names["batch"] = torch.randn(512, 64, generator=torch.Generator().manual_seed(k))
+        names["outputs"] = model(names["batch"])
+        loss = F.cross_entropy(names["outputs"], torch.arange(512) % 1024)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training([model], [optimizer], run)
+
+
+def test_what_a_program_keeps_until_the_next_step_counts_until_then() -> None:
+    outputs = 512 * 1024 * 4
+    _, summaries = train_in_session(keeping_its_outputs, 5, budget=1 << 30)
+    for summary in summaries[2:]:
+        assert summary.predicted_peak_bytes == pytest.approx(summary.measured_peak_bytes, abs=outputs // 100)
+
+
+def test_a_budget_between_what_is_there_and_twice_the_outputs_is_enough() -> None:
+    _, (*_, summary) = train_in_session(keeping_its_outputs, 3, budget=1 << 30)
+    budget = summary.measured_peak_bytes - 512 * 1024 * 4
+    ours, summaries = train_in_session(keeping_its_outputs, 8, budget=budget)
+    assert ours == train_plain(keeping_its_outputs, 8)
+    assert all(each.measured_peak_bytes <= budget for each in summaries)

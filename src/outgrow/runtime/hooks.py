@@ -131,8 +131,8 @@ class Hooks:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Book what other threads let go of."""
-        while self._released_elsewhere:
+        """Book what other threads let go of, if the training is here."""
+        while self._released_elsewhere and threading.get_ident() == self._thread:
             self.released(self._released_elsewhere.popleft())
 
     def _look(self) -> None:

@@ -79,9 +79,7 @@ class Runner:
         """Run one op inside the pool's care."""
         if self._interrupts.waiting:
             self._interrupts.check()
-        if self._hooks.changes_threads:
-            self._hooks.come_here()
-        self._hooks.catch_up()
+        self._hooks.come_here()  # autograd may have gone on on another thread
         current, fast = self._current, self._fast
         recording = current.recording
         if recording is not None:
@@ -215,8 +213,7 @@ class Runner:
 
         Native code calls this, which knows of no errors: what stands in the way here stands in the way of the sum.
         """
-        if self._hooks.changes_threads:
-            self._hooks.come_here()
+        self._hooks.come_here()
         with self._interrupts.shut(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             record = self._ledger.at(address)
             if record is None or not self._parking.busy:

@@ -73,6 +73,7 @@ class Recorder:
         self._watched: OrderedDict[int, StorageRecord] = OrderedDict()
         self._backward_module = ""
         self._blank: dict[int, int] = {}  # values that nobody has read or written yet, by the `empty` that made them
+        self._newest_before = ledger.newest
 
     @property
     def now(self) -> int:
@@ -260,6 +261,10 @@ class Recorder:
         """A storage is gone: freed, or sent away while saved tensors still want its contents."""
         self._watched.pop(record.serial, None)
         index = self._current.pop(record.serial, None)
+        if index is None and record.serial <= self._newest_before:
+            # What the program kept of an earlier step (outputs, a batch) until it had the next one.
+            index = self._new_value(record, 0, Kind.INPUT, -1)
+            del self._current[record.serial]
         if index is None:
             return
         value, now = self._values[index], len(self._ops)
