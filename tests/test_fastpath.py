@@ -180,6 +180,35 @@ def test_numbers_that_an_optimizer_reads_pass(monkeypatch: pytest.MonkeyPatch) -
     assert read[-1] <= 1  # the loss
 
 
+def test_ops_that_draw_from_the_cpus_generator_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that draw from one of the program's; and all draw what they draw in plain PyTorch."""
+    own = torch.Generator().manual_seed(3)
+    shown: list[list[str]] = []
+    run = Runner.run
+
+    def noted(self: Runner, func: Any, facts: Any, args: Any, kwargs: Any) -> Any:
+        shown[-1].append(facts.name)
+        return run(self, func, facts, args, kwargs)
+
+    def block(x: torch.Tensor, layer: nn.Module, number: int, k: int) -> torch.Tensor:
+        if number == 0:
+            own.manual_seed(k)
+            shown.append([])
+        y = F.dropout(layer(x), 0.2)
+        y = y + 0.01 * torch.randn(y.shape) + 0.01 * torch.rand_like(y)
+        return y + torch.empty_like(y).normal_(0, 0.01, generator=own)
+
+    monkeypatch.setattr(Runner, "run", noted)
+    plain = train_plain(chain(block), STEPS)
+    after_plain = torch.get_rng_state()
+    ours, _ = train_in_session(chain(block), STEPS, budget=budget_for(chain(block), 0.8), policy="vdnn-all")
+    assert ours == plain
+    assert torch.equal(torch.get_rng_state(), after_plain)
+    for name in ("aten.bernoulli_.float", "aten.randn.default", "aten.rand_like.default"):
+        assert shown[-1].count(name) <= LAYERS // 2 < shown[-STEPS].count(name)  # of some the mode has to hear a bell
+    assert shown[-1].count("aten.normal_.default") == shown[-STEPS].count("aten.normal_.default") == LAYERS
+
+
 def test_updates_pass(passed: list[int]) -> None:
     assert_equal_and_inside(chain(optimize=lambda parameters: torch.optim.SGD(parameters, lr=0.01)))
     without = passed[-1]
@@ -636,8 +665,10 @@ def test_whatever_a_later_step_does_otherwise_its_result_is_plain_pytorchs(
 # --- memory that runs out ---
 
 
-def in_little_memory(at: int) -> list[Any]:
+def in_little_memory(at: int, draws: bool) -> list[Any]:
     """Train; in layer `at` of the seventh step no more memory is to be had than what saved values leave behind.
+
+    What finds none there is an op that `draws` random numbers, or a GELU.
 
     Tells which ops passed in each step, how many page faults there were, and whether losses and state are plain's.
     """
@@ -655,7 +686,8 @@ def in_little_memory(at: int) -> list[Any]:
                 while True:  # no hole is left for a map
                     ballast.append(torch.empty(BATCH * WIDTH))
             del cushion
-        return F.gelu(layer(x))
+        y = layer(x)
+        return F.gelu(y + torch.rand_like(y) if draws else y)
 
     ballast: list[Any] = []
     make, is_limited = chain(block), False
@@ -663,6 +695,7 @@ def in_little_memory(at: int) -> list[Any]:
     budget = budget_for(make, 0.95)
     torch.manual_seed(0)
     training = make()
+    torch.manual_seed(1)  # as for the plain steps
     losses, ops, faults = [], [], 0
     is_limited = True
     with outgrow.Session(training.models, training.optimizers, budget=budget, policy="lru") as session:
@@ -674,9 +707,10 @@ def in_little_memory(at: int) -> list[Any]:
     return [ops, faults, tuple(losses) == plain.losses, digest(training.models, training.optimizers) == plain.state]
 
 
+@pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("at", [3, 4])
-def test_where_memory_runs_out_in_an_op_that_passes_it_runs_again(at: int, run_child: RunChild) -> None:
-    ops, faults, same_losses, same_state = run_child(in_little_memory, at)
+def test_where_memory_runs_out_in_an_op_that_passes_it_runs_again(at: int, draws: bool, run_child: RunChild) -> None:
+    ops, faults, same_losses, same_state = run_child(in_little_memory, at, draws)
     assert same_losses
     assert same_state
     assert ops[5] > 0

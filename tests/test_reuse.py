@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,44 @@ def test_what_only_fits_with_reuse_moves_nothing() -> None:
     summary = run_chain(nn.ReLU(), ReuseAll(), budget)
     assert summary.measured_peak_bytes <= budget
     assert summary.offloaded_bytes == 0
+
+
+def test_auto_reuses_where_the_budget_asks_for_it_or_it_is_worth_the_while() -> None:
+    """Each such op takes the thread that trains as long as it takes memory to move 600 KB here."""
+    trace = activations()
+    large, small = 2000 * 256 * 4, 500 * 64 * 4
+    hardware = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9)
+
+    def reused(share: float, **options: float) -> list[int]:
+        keep = outgrow.plan(trace, budget="1TiB", policy="keep", hardware=hardware)
+        plan = outgrow.plan(
+            trace,
+            budget=int(share * keep.simulate().peak_bytes),
+            policy="auto",
+            hardware=replace(hardware, **options),
+        )
+        assert plan.simulate().feasible
+        return [trace.values[trace.ops[op].outputs[0]].nbytes for op in plan.reuses]
+
+    assert {*reused(0.7)} == {large, small}
+    assert {*reused(0.7, handling_seconds=6e-5)} == {large}
+
+
+def activations() -> outgrow.Trace:
+    """The trace of a step with large activations, and small ones far from the peak."""
+
+    def make() -> outgrow.TrainingStep:
+        first = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)))
+        last = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+        model = nn.ModuleList([first, last])
+        x = torch.randn(2000, 256)
+
+        def step() -> None:
+            last(first(x)[:500, :64]).sum().backward()
+
+        return outgrow.TrainingStep(model, None, step)
+
+    return outgrow.trace(make, fake=False)
 
 
 def test_nothing_is_written_over_where_there_is_no_room_for_the_thread_that_calibrates(

@@ -262,8 +262,8 @@ bool is_held_by(const Impl& held, size_t uses, size_t holders) {
 
 bool is_ordinary(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == c10::kStrided &&
-         tensor.has_storage() && (tensor.key_set() & at::kTensorSubclassLike).empty() && !tensor.is_nested() && !tensor._is_zerotensor() &&
-         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+         tensor.has_storage() && (tensor.key_set() & at::kTensorSubclassLike).empty() && !tensor.is_nested() &&
+         !tensor._is_zerotensor() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
 // Whether autograd's engine adds the gradient that a node gave to one that waits for the same node, which nobody else
@@ -330,7 +330,8 @@ class Dice {
   std::optional<double> next_double_;
 };
 
-// Run an op past the mode. False where memory ran out: its arguments are on the stack as they were, and nothing is drawn.
+// Run an op past the mode. False where memory ran out: its arguments are on the stack as they were, and the generator,
+// if it draws, is too.
 bool passes(State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
             size_t count, bool draws) {
   const std::vector<c10::IValue> given(stack->end() - count, stack->end());

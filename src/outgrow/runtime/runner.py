@@ -164,11 +164,8 @@ class Runner:
 
     def _wants_care(self, facts: OpFacts, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
         """Whether ops like this one are never let past the mode."""
-        if facts.draws and not (
-            self._ledger.device_type == "cpu" and all(item.is_cpu for item in (*inputs, *outputs))
-        ):
-            return True
-        is_special = facts.over_lists or facts.sized_by_floats or self._convolutions.seen(facts)
+        draws_elsewhere = facts.draws and not all(tensor.is_cpu for tensor in (*inputs, *outputs))
+        is_special = facts.over_lists or facts.sized_by_floats or draws_elsewhere or self._convolutions.seen(facts)
         return is_special or any(map(is_opaque, (*inputs, *outputs)))
 
     def _let_pass(self, number: int, facts: OpFacts, rise_bytes: int, written: Sequence[StorageRecord]) -> None:

@@ -68,7 +68,7 @@ class Auto:
         if least_budget(problem).bytes > problem.budget_bytes:  # no plan fits: nothing to search for
             return _own(Lru().plan(problem))
         frame, *roomier = _frames(problem)
-        if not frame.parks and frame.simulate().feasible:  # reuse is enough, and costs nothing
+        if not frame.parks and frame.simulate().feasible:  # reuse is enough
             return _own(frame)
         others = (Lru(), VdnnConv(), VdnnAll(), VdnnDyn(), SuperNeurons(), Layrub(), AccUDNN(), Checkpoint())
         programs = list(chain.from_iterable(map(_programs, (frame, *roomier))))
@@ -225,7 +225,10 @@ def _without_idle_reuses(plan: Plan) -> Plan:
         nbytes = problem.trace.values[problem.trace.ops[op].outputs[0]].nbytes
         return nbytes < worth_bytes and curve[op] + nbytes <= problem.budget_bytes
 
-    leaner = replace(plan, reuses=tuple(op for op in plan.reuses if not is_idle(op)))
+    reuses = tuple(op for op in plan.reuses if not is_idle(op))
+    if reuses == plan.reuses:
+        return plan
+    leaner = replace(plan, reuses=reuses)
     return leaner if _rank(leaner) <= _rank(plan) else plan
 
 
