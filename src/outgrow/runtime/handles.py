@@ -18,19 +18,11 @@ class Owner(Protocol):
     def released(self, handle: Handle) -> None: ...
 
 
-class Share(Protocol):
-    """A further saved tensor on a value that the pool has, as `Share` in staying.cpp.
+class Kept(Protocol):
+    """What autograd keeps that native code made, until a `handle` has taken its place. As in staying.cpp."""
 
-    It holds the `anchor`, the handle of another one, until a `handle` of its own has taken its place. `geometry` is
-    dtype, offset, shape and strides of its window.
-    """
-
-    @property
-    def anchor(self) -> Handle | None: ...
     @property
     def handle(self) -> Handle | None: ...
-    @property
-    def geometry(self) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]: ...
     @property
     def epoch(self) -> int: ...
     @property
@@ -39,8 +31,21 @@ class Share(Protocol):
     def nbytes(self) -> int: ...
     @property
     def version(self) -> int: ...
-    def ghost(self, nothing: torch.Tensor) -> torch.Tensor: ...
     def give_way(self, handle: Handle) -> None: ...
+
+
+class Share(Kept, Protocol):
+    """A further saved tensor on a value that the pool has.
+
+    It holds the `anchor`, the handle of another one, until it has one of its own. `geometry` is dtype, offset, shape
+    and strides of its window.
+    """
+
+    @property
+    def anchor(self) -> Handle | None: ...
+    @property
+    def geometry(self) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]: ...
+    def ghost(self, nothing: torch.Tensor) -> torch.Tensor: ...
 
 
 class Handle:

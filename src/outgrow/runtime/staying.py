@@ -27,7 +27,7 @@ from outgrow.planning.agenda import actions_of, stays_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.by_plan import ByPlan
 from outgrow.runtime.fastpath import FastPath
-from outgrow.runtime.handles import Handle, Owner, Share, changed, window
+from outgrow.runtime.handles import Handle, Kept, Owner, Share, changed, window
 from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers.arena import ArenaCount
@@ -47,28 +47,17 @@ _STORAGE = 3
 _Hook = Callable[[Any], Any]
 
 
-class Stay(Protocol):
-    """A saved tensor that stays, as `Stay` in staying.cpp.
+class Stay(Kept, Protocol):
+    """A saved tensor that stays.
 
     `tensor` shares memory and version counter with what was saved; a parameter or buffer it `is_itself`. Once memory
-    ran short, a `handle` has taken its place.
+    ran short, a handle has taken its place.
     """
 
     @property
     def tensor(self) -> torch.Tensor: ...
     @property
     def is_itself(self) -> bool: ...
-    @property
-    def handle(self) -> Handle | None: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def version(self) -> int: ...
-    def give_way(self, handle: Handle) -> None: ...
 
 
 class Ticks:
