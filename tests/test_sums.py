@@ -373,8 +373,12 @@ def test_a_signal_that_arrives_before_a_sum_is_not_lost(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Parking, "start_out", started)
     monkeypatch.setattr(Parking, "before_write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train_in_session(network(forward), 6, budget="1GiB", policy=ParkAll(prefetch=False))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train_in_session(network(forward), 6, budget="1GiB", policy=ParkAll(prefetch=False))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert asked == [1, 2]
 
 
