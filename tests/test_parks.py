@@ -32,6 +32,7 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import StorageRecord
+from outgrow.tracing.ops import OpFacts
 from steps import (
     ParkAll,
     ParkToFit,
@@ -170,6 +171,22 @@ class Attention(nn.Module):
         return self.leave((x + mixed).mean(1))
 
 
+class Mixer(nn.Module):
+    """Mixes pixels by a product with what is in another order, and compares features by a function of many ops."""
+
+    def __init__(self, width: int = 64, pixels: int = 64) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, width, 4, stride=4)
+        self.mix = nn.Linear(pixels, 2 * pixels)
+        self.leave = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x).flatten(2).transpose(1, 2).tanh()
+        mixed = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        first, second = mixed.chunk(2, dim=1)
+        return self.leave((x * F.cosine_similarity(x + first, x - second, dim=2).unsqueeze(2)).mean(1))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "skip": Skip,
     "skip-inplace": lambda: Skip(inplace=True),
@@ -179,6 +196,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "collect": Collect,
     "attention": Attention,
     "torch-attention": lambda: Attention(of_torch=True),
+    "mixer": Mixer,
 }
 
 
@@ -225,20 +243,55 @@ def test_just_above_the_least_budget_later_steps_fit_as_the_first_ones_do(networ
     assert max(summary.measured_peak_bytes for summary in summaries) <= budget
 
 
-@pytest.mark.parametrize("of_torch", [False, True], ids=["function", "module"])
-def test_what_attention_was_given_leaves_before_it_is_over(of_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[str] = []
-    leave = Parking.leave
+@pytest.mark.parametrize("network", NETWORKS)
+def test_no_plan_parks_what_a_running_function_may_read_unseen(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran_meanwhile: list[str] = []
+    ran = Parking.ran
 
-    def leaving(parking: Parking) -> None:
-        waited.extend([parking.function.__name__] * len(parking._postponed))
-        leave(parking)
+    def running(parking: Parking, number: int, func: Any, facts: OpFacts, *rest: Any) -> None:
+        ran(parking, number, func, facts, *rest)
+        ran_meanwhile.extend([facts.name] * len(parking._postponed))
 
-    monkeypatch.setattr(Parking, "leave", leaving)
-    make = supervised(lambda: Attention(of_torch=of_torch))
-    _, summaries = train_in_session(make, 4, budget=1 << 30, policy=ParkAll(prefetch=False))
+    monkeypatch.setattr(Parking, "ran", running)
+    make = supervised(NETWORKS[network])
+    _, summaries = train_in_session(make, 6, budget=1 << 30, policy=ParkAll(prefetch=False))
     assert summaries[-1].offloaded_bytes > 0
-    assert not {"scaled_dot_product_attention", "multi_head_attention_forward"} & set(waited)
+    assert ran_meanwhile == []
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+@pytest.mark.parametrize(
+    ("function", "is_held"),
+    [
+        (lambda x, w: F.linear(x.transpose(1, 2), w.sum(2)), False),
+        (lambda x, w: x.transpose(1, 2) @ w, False),
+        (lambda x, w: torch.einsum("bij,bik->bjk", x, w), False),
+        (lambda x, w: F.scaled_dot_product_attention(x, w, w, dropout_p=0.2), False),
+        (lambda x, w: F.cosine_similarity(x, w, dim=2), True),
+        (lambda x, w: torch.cdist(x, w), True),
+        (lambda x, w: F.pairwise_distance(x, w), True),
+    ],
+    ids=["linear", "matmul", "einsum", "attention", "cosine", "cdist", "distance"],
+)
+def test_a_trace_tells_what_functions_may_read_unseen(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], is_held: bool, fake: bool
+) -> None:
+    def make() -> outgrow.TrainingStep:
+        model = nn.Linear(16, 16)
+        data, other = torch.randn(4, 16, 16), torch.randn(4, 16, 16)
+
+        def step() -> None:
+            x = model(data)
+            function(x, other).add(1.0)
+            x.sum().backward()
+
+        return outgrow.TrainingStep(model, None, step)
+
+    trace = outgrow.trace(make, fake=fake)
+    add = next(now for now, op in enumerate(trace.ops) if op.name == "aten.add.Tensor" and op.phase is Phase.FORWARD)
+    last = trace.ops[add - 1]
+    born = max(value for op in trace.ops[:4] for value in op.outputs)
+    assert (born in (*last.given, *last.inputs)) == is_held
 
 
 def test_what_is_parked_and_back_counts_as_kept() -> None:

@@ -244,11 +244,12 @@ def _without(problem: Problem, curve: Sequence[int], chosen: Iterable[Gap]) -> l
 
 
 def _uses(problem: Problem) -> dict[int, list[int]]:
-    """The ops at which each value must be there: those that read or write it, and the ticks that show its memory."""
+    """The ops at which each value must be there: those that read or write it, or that run in functions which may, and
+    the ticks that show its memory."""
     trace = problem.trace
     uses: dict[int, list[int]] = {}
     for now, op in enumerate(trace.ops):
-        for index in (*op.inputs, *op.outputs):
+        for index in (*op.inputs, *op.outputs, *op.given):
             uses.setdefault(index, []).append(now)
     touched = {index: set(ops) for index, ops in uses.items()}
     for tick in trace.ticks:

@@ -14,7 +14,9 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from outgrow.runtime.parking import Parking
+from outgrow.tracing.functions import reads_by_ops, reads_no_data
 from outgrow.tracing.ops import tensors_within
+from outgrow.tracing.recorder import Recorder
 
 # After these somebody may hold the address of a tensor's memory.
 _LETS_OUT = frozenset(
@@ -47,11 +49,12 @@ _TAKES_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 class Access(TorchFunctionMode):
-    """Shows the parking each call of PyTorch's Python functions before it runs."""
+    """Shows the parking each call of PyTorch's Python functions before it runs; and the recorder, if there is one."""
 
-    def __init__(self, parking: Parking) -> None:
+    def __init__(self, parking: Parking, recorder: Recorder | None = None) -> None:
         super().__init__()
         self._parking = parking
+        self._recorder = recorder
         parking.is_watched = self._is_on
 
     def _is_on(self) -> bool:
@@ -64,15 +67,18 @@ class Access(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # shapes, flags, aliases: no data
+        if reads_no_data(func):
             return func(*args, **kwargs)
-        parking = self._parking
+        name = getattr(func, "__name__", "")
+        parking, recorder = self._parking, self._recorder
         if func in _BACKWARD:
             self._show(name, args, kwargs)
             return self._run_backward(func, args, dict(kwargs))
         # First of all: nothing that the function is given leaves to make room for the rest of it.
         parking.enter(func, args, kwargs)
+        if recorder is not None:
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                recorder.call(args, kwargs, reads_by_ops=reads_by_ops(func))
         try:
             self._show(name, args, kwargs)
             # Torch's own code in Python calls functions that would be seen were the mode not off meanwhile.
@@ -81,6 +87,8 @@ class Access(TorchFunctionMode):
                 parking.give_up()  # somebody else's code runs in there
             return func(*args, **kwargs)
         finally:
+            if recorder is not None:
+                recorder.returned()
             parking.leave()
 
     def _show(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

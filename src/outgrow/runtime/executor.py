@@ -241,7 +241,7 @@ class Executor:
             self._saw_functions = self._parking.on or (watch and self._can_park and self._others.any_parks)
             current.sees_functions = self._saw_functions
             if self._saw_functions:
-                stack.enter_context(Access(self._parking))
+                stack.enter_context(Access(self._parking, recorder))
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
             may_pass = not on_demand
             self._fast.begin(

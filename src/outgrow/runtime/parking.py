@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.planning.plan import Plan
@@ -32,13 +31,11 @@ from outgrow.runtime.remake import Remake, RunOp, digest
 from outgrow.runtime.sightings import Sightings
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.tiers.place import Place
+from outgrow.tracing.functions import reads_by_ops
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, is_opaque, tensors_within
 
-# Functions of many ops, which read what they are given by ops alone. Where attention has weights for all pairs, most
-# of its ops do not need all of the queries, keys and values.
-_READ_BY_OPS = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
 # A byte; four of them, or two or eight, are no floating-point number.
 _NOT_A_NUMBER = 0xFF
 
@@ -232,7 +229,7 @@ class Parking:
 
     def arguments(self) -> set[int]:
         """The serial numbers of the storages that the running functions were given, and may read unseen."""
-        calls = (call for call in self._calls if call[0] not in _READ_BY_OPS)
+        calls = (call for call in self._calls if not reads_by_ops(call[0]))
         records = (self._ledger.see(tensor) for call in calls for tensor in tensors_within(call))
         return {record.serial for record in records if record is not None}
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.errors import TraceMismatch
 from outgrow.tracing.compiled import eagerly
+from outgrow.tracing.functions import FunctionsSeen
 from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpTable, outputs_of, tensors_in
@@ -151,7 +152,7 @@ def _record(
         return _Handle(recorder, ledger.see(tensor), alias)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.unpack())
-    with eagerly(models), hooks, mode:
+    with eagerly(models), hooks, mode, FunctionsSeen(recorder):
         step()
     result = recorder.finish(storage_kinds(ledger, models, optimizers), str(device.type), measured=measured)
     ledger.close()

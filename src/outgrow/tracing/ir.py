@@ -18,7 +18,7 @@ from typing import Any
 from outgrow.errors import TraceMismatch
 from outgrow.tracing.convolution import is_convolution_shape
 
-FORMAT = "outgrow-trace-6"
+FORMAT = "outgrow-trace-7"
 COMPILED_OP = "outgrow.compiled"  # the name of a call of a module that torch.compile compiled
 
 
@@ -65,7 +65,8 @@ class Op:
     does not have it among its `inputs`. `channels_last` says that a convolution finds its images or its weight in
     that order, which decides what it rearranges. `dtype` is what it calculates in ("float32"). `shape` has the
     numbers of a `Convolution`, where the op is one over images; they say which algorithms there are for it. `opaque`
-    says that it reads or makes tensors that do not show all of their memory, as sparse ones.
+    says that it reads or makes tensors that do not show all of their memory, as sparse ones. `given` are values that
+    it does not read but that the function which it is part of may, unseen: Python code called that with them.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Op:
     dtype: str = "float32"
     shape: tuple[int, ...] = ()
     opaque: bool = False
+    given: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +267,7 @@ class Trace:
         """A file from somebody else may point anywhere: every number must name something that is there."""
         ops, values, saved = len(self.ops), len(self.values), len(self.saved)
         good = (
-            all(0 <= index < values for op in self.ops for index in (*op.inputs, *op.outputs))
+            all(0 <= index < values for op in self.ops for index in (*op.inputs, *op.outputs, *op.given))
             and all(min(op.flops, op.moved_bytes, op.workspace_bytes, op.seconds) >= 0 for op in self.ops)
             and all(not op.shape or is_convolution_shape(op.shape) for op in self.ops)
             and all(-1 <= value.birth <= ops and value.nbytes >= 0 for value in self.values)

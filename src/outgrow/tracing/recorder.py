@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from outgrow.tracing.convolution import DATA_GRADIENT, FORWARD, WEIGHT_GRADIENT, convolution_shape
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, is_opaque, is_sized_by_data, nbytes_of, written_tensors
+from outgrow.tracing.ops import OpFacts, is_opaque, is_sized_by_data, nbytes_of, tensors_within, written_tensors
 
 # Kinds of value that somebody lets go of during a step; the others are training state.
 _LET_GO = frozenset({Kind.TEMPORARY, Kind.INPUT})
@@ -73,6 +74,9 @@ class Recorder:
         self._watched: OrderedDict[int, StorageRecord] = OrderedDict()
         self._backward_module = ""
         self._blank: dict[int, int] = {}  # values that nobody has read or written yet, by the `empty` that made them
+        # Serial numbers of storages that the functions which run may read unseen, and that the next op's may.
+        self._given: list[list[int]] = []
+        self._just_given: list[int] = []
         self._newest_before = ledger.newest
 
     @property
@@ -164,6 +168,7 @@ class Recorder:
                 dtype=_dtype_of((*inputs, *outputs)),
                 shape=_convolution_shape(facts.name, args, result) if "convolution" in facts.name else (),
                 opaque=any(map(is_opaque, (*inputs, *outputs))),
+                given=self._take_given(read, born),
             )
         )
         if self._watched:
@@ -220,6 +225,27 @@ class Recorder:
                         self._ops[maker] = replace(self._ops[maker], repeatable=True)
         for value in read:
             self._blank.pop(value, None)
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, reads_by_ops: bool) -> None:
+        """Python code calls one of PyTorch's functions: what it gives has to be there.
+
+        At least at once; and until the function has `returned`, unless it reads that `by_ops`.
+        """
+        records = map(self._ledger.see, tensors_within((args, kwargs)))
+        given = [record.serial for record in records if record is not None]
+        self._just_given += given
+        self._given.append([] if reads_by_ops else given)
+
+    def returned(self) -> None:
+        """The innermost function that runs is over."""
+        self._given.pop()
+
+    def _take_given(self, read: Mapping[int, None], born: Mapping[int, None]) -> tuple[int, ...]:
+        """What the functions around an op were given, as far as it is known and not the op's own."""
+        serials = dict.fromkeys(chain(self._just_given, *self._given))
+        self._just_given.clear()
+        values = (self._current.get(serial) for serial in serials)
+        return tuple(value for value in values if value is not None and value not in read and value not in born)
 
     def packed(self, record: StorageRecord | None, nbytes: int) -> int:
         """Autograd saved a window of `nbytes` on a storage; the number of the saved tensor is returned."""
