@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from steps import (
     budget_for,
     digest,
     momentum,
+    rise_of,
     supervised,
     train_in_session,
     train_plain,
@@ -718,6 +719,38 @@ def test_where_memory_runs_out_in_an_op_that_passes_it_runs_again(at: int, draws
 
 
 # --- sessions ---
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x * 2,
+        lambda x: x.view(-1).flip(0).view(BATCH, -1),
+        lambda x: x.bfloat16().float(),
+        lambda x: torch.cat([x[: BATCH // 2], x[BATCH // 2 :]]),
+    ],
+    ids=["scaled", "flipped", "cast", "parts"],
+)
+def test_a_batch_that_comes_between_steps_counts_though_nothing_saves_it(
+    read: Callable[[torch.Tensor], torch.Tensor], passed: list[int]
+) -> None:
+    def train(budget: int | None) -> None:
+        layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        model = nn.Sequential(nn.LazyLinear(WIDTH), *layers)
+        model(torch.zeros(1, read(torch.zeros(BATCH, 1024)).shape[1]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with nullcontext() if budget is None else outgrow.Session(model, optimizer, budget=budget) as session:
+            for _ in range(STEPS):
+                x = None
+                x = torch.randn(BATCH, 1024)
+                with nullcontext() if session is None else session.step():
+                    model(read(x)).pow(2).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    budget = rise_of(lambda: train(None)) - (3 << 20)
+    assert rise_of(lambda: train(budget)) <= budget
+    assert max(passed[-3:]) > 0
 
 
 def test_two_sessions_in_turn_count_their_own_bytes_alone() -> None:

@@ -27,6 +27,7 @@ from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.tiers.arena import ArenaCount
 from outgrow.runtime.tiers.cuda import AllocatorCount
 from outgrow.runtime.tiers.ram import Ram
+from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger, StorageRecord
 
 _LOG = logging.getLogger(__name__)
@@ -90,10 +91,12 @@ class _Lesson:
     """What is known of the steps under one plan; `is_over` once one of them was seen from begin to end.
 
     `steps` are those that were so far; `goes_on` says that the last one measured what may pass once that is known.
+    `showing` are ops that never pass: the ledger gets to know of a batch as the first op reads it.
     """
 
     needs: Any
     expected: Any
+    showing: frozenset[int]
     is_over: bool = False
     steps: int = 0
     goes_on: bool = False
@@ -185,7 +188,8 @@ class FastPath:
         lesson = self._lessons.find(plan)
         if lesson is None:
             length = len(plan.problem.trace.ops)
-            lesson = _Lesson((ctypes.c_int64 * length)(), (_Expected * length)())
+            showing = _first_readers_of_inputs(plan.problem.trace)
+            lesson = _Lesson((ctypes.c_int64 * length)(), (_Expected * length)(), showing)
             self._lessons.add(plan, lesson)
         if lesson.is_over and not may_pass:
             return
@@ -290,9 +294,10 @@ class FastPath:
         Nothing is made anew from it; and if it `writes`, then to nothing that anybody follows. A `gated` one passes
         only where the allocator refuses nothing. If it `draws`, then from the generator of the CPU.
         """
-        if self._lesson is not None and number < len(self._lesson.needs):
+        lesson = self._lesson
+        if lesson is not None and number < len(lesson.needs) and number not in lesson.showing:
             flags = _WRITES * writes | _GATED * gated | _DRAWS * draws
-            self._lesson.needs[number] = rise_bytes | flags
+            lesson.needs[number] = rise_bytes | flags
 
     def was_measured(self) -> None:
         """What an op needs is known now: if the step is a lesson, another one is to come."""
@@ -387,6 +392,21 @@ class FastPath:
             self._count = None
             self._library = None
         self._state.let_go_of = self._let_go_of = None
+
+
+def _first_readers_of_inputs(trace: Trace) -> frozenset[int]:
+    """Of each value that comes from outside of the step, and is no training state, the first op that reads its bytes.
+
+    A view reads none.
+    """
+    inputs = {index for index, value in enumerate(trace.values) if value.birth < 0 and value.kind is Kind.INPUT}
+    first: dict[int, int] = {}
+    for number, op in enumerate(trace.ops):
+        if op.moved_bytes:
+            for index in op.inputs:
+                if index in inputs:
+                    first.setdefault(index, number)
+    return frozenset(first.values())
 
 
 def _follow(library: ctypes.CDLL, record: StorageRecord) -> None:
