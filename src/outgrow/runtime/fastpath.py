@@ -409,9 +409,9 @@ def _first_readers_of_inputs(trace: Trace) -> frozenset[int]:
     return frozenset(first.values())
 
 
-def _follow(library: ctypes.CDLL, record: StorageRecord) -> None:
+def _follow(library: ctypes.CDLL, record: StorageRecord, is_followed: bool) -> None:
     """Who writes to this storage needs care from now on, or no longer."""
-    library.outgrow_fastpath_followed(record.address, record.followers > 0)
+    library.outgrow_fastpath_followed(record.address, is_followed)
 
 
 @once

@@ -66,7 +66,8 @@ class Ledger:
         unseen_bytes: what an allocator said it had given out beyond those, when it was asked last; 0 if it never was.
         hidden_bytes: bytes of storages that are known to be alive, and that no op was given so far.
         on_death: called with the record of each storage that goes; None for nobody.
-        on_follow: called with a record that has got its first follower, or lost its last one; None for nobody.
+        on_follow: called with a record that has got its first follower (and True), or has lost its last one or its
+            storage (and False): another one may soon lie where that lay. None for nobody.
     """
 
     def __init__(self, device_type: str, index: int | None = None) -> None:
@@ -78,7 +79,7 @@ class Ledger:
         self.unseen_bytes = 0
         self.hidden_bytes = 0
         self.on_death: Callable[[StorageRecord], None] | None = None
-        self.on_follow: Callable[[StorageRecord], None] | None = None
+        self.on_follow: Callable[[StorageRecord, bool], None] | None = None
         self._records: dict[int, StorageRecord] = {}
         self._serial = 0
         self._thread = threading.get_ident()
@@ -130,14 +131,14 @@ class Ledger:
     def follow(self, record: StorageRecord) -> None:
         """Somebody has to know of each write to a storage from here on: it gets one more follower."""
         record.followers += 1
-        if record.followers == 1 and self.on_follow is not None:
-            self.on_follow(record)
+        if record.followers == 1 and record.ref is not None and self.on_follow is not None:
+            self.on_follow(record, True)
 
     def unfollow(self, record: StorageRecord) -> None:
         """One of them no longer has to."""
         record.followers -= 1
-        if record.followers == 0 and self.on_follow is not None:
-            self.on_follow(record)
+        if record.followers == 0 and record.ref is not None and self.on_follow is not None:
+            self.on_follow(record, False)
 
     def work_here(self) -> None:
         """From now on the calling thread is the training's."""
@@ -205,11 +206,17 @@ class Ledger:
     def _died(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(ref, _StorageRef)
         record = ref.record
-        record.ref = None
+        self._end(record)
         if threading.get_ident() == self._thread:
             self._book_death(record)
         else:
             self._gone_elsewhere.append(record)
+
+    def _end(self, record: StorageRecord) -> None:
+        """Its storage is gone, or is nothing to this ledger any more."""
+        record.ref = None
+        if record.followers > 0 and self.on_follow is not None:
+            self.on_follow(record, False)
 
     def _book_deaths_elsewhere(self) -> None:
         while self._gone_elsewhere:
@@ -225,7 +232,7 @@ class Ledger:
     def close(self) -> None:
         """Forget everything and let go of the weak references."""
         for record in self._records.values():
-            record.ref = None
+            self._end(record)
         self._records.clear()
         self.booked.value = self.unseen_bytes = self.hidden_bytes = 0
         self.count = None
