@@ -75,15 +75,14 @@ def stays_of(plan: Plan) -> list[int]:
     """Of each saved tensor, whether it stays: the plan neither moves its value nor makes anything anew from that.
 
     -1 for those that do not. Of the others the bytes of the value, if this is its first saved tensor and it could
-    leave, else 0. Where the plan counts on the cache, that may send away whatever can leave.
+    leave, else 0. What the cache is foretold to send away does not stay.
     """
     problem = plan.problem
     saved = problem.trace.saved
     recipes = (problem.recipes.find(item.value) for item in plan.recomputes)
     moved = {item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items}
     moved.update(*(recipe.sources for recipe in recipes if recipe is not None))
-    if plan.evicts and plan.prediction.evicted_bytes > 0:
-        moved.update(item.value for item in saved if problem.is_movable(item.value))
+    moved |= plan.prediction.evicted
     counted = set(moved)
     found: list[int] = []
     for item in saved:

@@ -20,8 +20,8 @@ class Prediction:
     """What a step under a plan is predicted to be. Times in seconds, sizes in bytes.
 
     `feasible` says that live bytes stay within the budget at every op; `evicted_bytes` is what the cache had to
-    send away beyond the plan; `curve` has the live bytes at the worst moment of each op, and `waits` what
-    `stall_seconds` is made of.
+    send away beyond the plan, and `evicted` the numbers of those values; `curve` has the live bytes at the worst
+    moment of each op, and `waits` what `stall_seconds` is made of.
     """
 
     peak_bytes: int
@@ -35,6 +35,7 @@ class Prediction:
     recomputed_bytes: int
     evicted_bytes: int
     feasible: bool
+    evicted: frozenset[int] = field(repr=False)
     curve: tuple[int, ...] = field(repr=False)
     waits: tuple[Wait, ...] = field(repr=False)
 
@@ -69,6 +70,7 @@ def _prediction(plan: Plan, walk: Walk) -> Prediction:
         recomputed_bytes=walk.recomputed_bytes,
         evicted_bytes=walk.evicted_bytes,
         feasible=peak <= plan.problem.budget_bytes,
+        evicted=frozenset(walk.evicted),
         curve=tuple(walk.curve),
         waits=tuple(walk.waits),
     )

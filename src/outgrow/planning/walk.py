@@ -82,6 +82,7 @@ class Walk:
         self.curve: list[int] = []
         self.waits: list[Wait] = []
         self.offloaded_bytes = self.evicted_bytes = self.recomputed_bytes = 0
+        self.evicted: set[int] = set()
         self._evicts = plan.evicts
         self.landed_at: dict[int, int] = {}  # by value, the tick at which its copy out was first seen to be done
         self._next_tick = 0
@@ -322,6 +323,7 @@ class Walk:
             self.offloaded_bytes += entry.nbytes
         else:
             self.evicted_bytes += entry.nbytes
+            self.evicted.add(value)
 
     def _copy_out(self, value: int, activity: Activity) -> None:
         entry = self._entries[value]

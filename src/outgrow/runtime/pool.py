@@ -57,6 +57,10 @@ class Maker(Protocol):
 class Unknown(Protocol):
     """Who holds saved values that the pool need not know of as long as there is memory."""
 
+    @property
+    def foretells(self) -> bool:
+        """Whether those that the cache is foretold to send away are none of them."""
+
     def show_all(self) -> None: ...
 
 
@@ -559,21 +563,11 @@ class Pool:
             self.wait_for(self._leaving[0][0])
             self._land_first()
             return True
+        if self.unknown is not None and self.unknown.foretells and self._start_away(nbytes, but_not_again=True):
+            return True
         if self.unknown is not None:
             self.unknown.show_all()
-        before, submitted = self._ledger.live_bytes, 0
-        for entry in list(self._recent):
-            if submitted + before - self._ledger.live_bytes >= nbytes:
-                break
-            if not self._may_leave(entry):
-                continue
-            self._settle(entry)  # fetched ahead of need, and now the room is needed more
-            if entry.slot is not None:  # a clean copy: nothing to write
-                self._let_go(entry)
-            else:
-                self.start_out(entry)
-                submitted += entry.nbytes
-        if submitted > 0 or self._ledger.live_bytes < before:
+        if self._start_away(nbytes):
             return True
         if not self._abandoned:
             return False
@@ -581,6 +575,25 @@ class Pool:
         self.wait_for(self._abandoned[0][0])
         self.land()
         return True
+
+    def _start_away(self, nbytes: int, *, but_not_again: bool = False) -> bool:
+        """Let go of the least recently used, or start to copy them out, until that frees `nbytes`; whether any left.
+
+        What has come back since it left is only sent away once more where that may be.
+        """
+        before, submitted = self._ledger.live_bytes, 0
+        for entry in list(self._recent):
+            if submitted + before - self._ledger.live_bytes >= nbytes:
+                break
+            if not self._may_leave(entry) or (but_not_again and entry.slot is not None):
+                continue
+            self._settle(entry)  # fetched ahead of need, and now the room is needed more
+            if entry.slot is not None:  # a clean copy: nothing to write
+                self._let_go(entry)
+            else:
+                self.start_out(entry)
+                submitted += entry.nbytes
+        return submitted > 0 or self._ledger.live_bytes < before
 
     def _place(self, entry: Entry) -> None:
         """Note where a value lies."""

@@ -79,6 +79,7 @@ class Staying:
         pack, unpack: the hooks.
         ticks: where the step has come to.
         window: makes what autograd gets back of what left, as `window` in handles.py.
+        foretells: whether the pool knows of all that the cache is foretold to send away in this step.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Staying:
         self._kinds: Mapping[int, Kind] = {}
         self.pack, self.unpack = hooks
         self.ticks: Any = Ticks()
+        self.foretells = False
         self.window: Callable[..., torch.Tensor] = window
         module = _native() if fast_path.asks_parked else None
         self._stays: Any = None
@@ -128,6 +130,7 @@ class Staying:
         ticks = self.ticks
         ticks.number = ticks.tick = ticks.waits = ticks.kept_bytes = 0
         self._expected = None
+        self.foretells = False
         if self._stays is not None:
             self._stays.on, self._stays.epoch, self._stays.packs = False, epoch, packs
 
@@ -150,10 +153,12 @@ class Staying:
         stays.count, stays.counts = (count.address, count.asks) if isinstance(count, ArenaCount) else (0, 0)
         stays.looks, stays.lends = not watched, bool(plan.parks)
         stays.on = True
+        self.foretells = bool(plan.prediction.evicted)
 
     def stop(self) -> None:
         """The step has left its plan: from here on the pool has to know of all that is saved."""
         self._expected = None
+        self.foretells = False
         if self._stays is not None:
             self._stays.on = False
 
