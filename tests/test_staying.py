@@ -77,6 +77,20 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of those that the pool was shown."""
+    found: list[int] = []
+    show = Staying._show
+
+    def noted(self: Staying, stay: Any, *, is_over: bool) -> None:
+        found.append(stay.number)
+        show(self, stay, is_over=is_over)
+
+    monkeypatch.setattr(Staying, "_show", noted)
+    return found
+
+
 class Net(nn.Module):
     """Convolutions with normalisation and a linear layer: parameters, buffers, statistics, maps large and small."""
 
@@ -122,6 +136,16 @@ def test_where_a_plan_moves_some_the_others_do_not(policy: Any, in_python: list[
     assert 0 < in_python[-1] < in_python[0]
 
 
+def test_of_what_the_cache_could_send_away_only_what_it_will_comes_to_python(
+    in_python: list[int], shown: list[int]
+) -> None:
+    """The pool sends away the least recently used of those that it knows: what is foretold, unless time is short."""
+    summaries = trained_as_plain(net, 0.8, "lru", steps=12)
+    assert summaries[-1].offloaded_bytes > 0
+    assert in_python[-1] < in_python[0] * 2 / 3
+    assert not shown
+
+
 def test_what_does_not_come_is_counted_among_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for share in (0.6, 2):
         ours = trained_as_plain(net, share, "vdnn-conv")[-1]
@@ -157,21 +181,8 @@ def test_without_a_compiler_all_of_them_come(monkeypatch: pytest.MonkeyPatch, in
 # --- what happens to them ---
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of those that the pool was shown."""
-    found: list[int] = []
-    show = Staying._show
-
-    def noted(self: Staying, stay: Any, *, is_over: bool) -> None:
-        found.append(stay.number)
-        show(self, stay, is_over=is_over)
-
-    monkeypatch.setattr(Staying, "_show", noted)
-    return found
-
-
-def test_when_memory_runs_short_they_leave_all_the_same(shown: list[int]) -> None:
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_when_memory_runs_short_they_leave_all_the_same(policy: str, shown: list[int]) -> None:
     """A step that begins to hold more, between its passes, than its plan knows of."""
 
     def hungry(extra: int) -> Make:
@@ -197,14 +208,14 @@ def test_when_memory_runs_short_they_leave_all_the_same(shown: list[int]) -> Non
 
     plain = train_plain(hungry(4 * MIB), STEPS)
     budget = int(budget_for(hungry(0), 0.85))
-    ours, summaries = train_in_session(hungry(4 * MIB), STEPS, budget=budget, policy="auto")
+    ours, summaries = train_in_session(hungry(4 * MIB), STEPS, budget=budget, policy=policy)
     assert ours == plain
     assert shown
     assert all(summary.measured_peak_bytes <= budget for summary in summaries)
 
 
 @pytest.mark.parametrize("share", [0.6, 2])
-@pytest.mark.parametrize("policy", ["auto", "checkpoint", ParkAll()], ids=str)
+@pytest.mark.parametrize("policy", ["auto", "lru", "checkpoint", ParkAll()], ids=str)
 @pytest.mark.parametrize("often", [0.05, 0.9])
 def test_whenever_that_is_results_are_the_same(
     share: float, policy: Any, often: float, monkeypatch: pytest.MonkeyPatch, shown: list[int]
