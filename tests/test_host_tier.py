@@ -93,7 +93,7 @@ def test_blocks_are_powers_of_two(spill: SpillFile) -> None:
     """PyTorch's pinned allocator rounds all else up to one, past the budget."""
     pins = Pins()
     tier = HostTier(777 * MiB + 99, spill, pins)
-    assert tier.plan_area(tier._capacity)
+    assert tier.plan_area(tier._capacity) == tier._capacity
     assert all(size & (size - 1) == 0 for size in pins.sizes)
     assert pins.nbytes > 776 * MiB
 
@@ -113,7 +113,7 @@ def test_a_place_that_spans_blocks_is_in_pieces_that_cover_it(
 
 def test_what_a_plan_sends_away_first_is_on_the_disk_where_not_all_fits(spill: SpillFile) -> None:
     tier = HostTier(6 * MiB, spill, Pins())  # 4 MiB beside the buffers
-    assert tier.plan_area(7 * MiB)
+    assert tier.plan_area(7 * MiB) == 7 * MiB
     kinds = [type(tier.planned_slot(k * MiB, MiB)) for k in range(7)]
     assert kinds == [DiskPlace] * 3 + [HostPlace] * 4
     straddling = tier.planned_slot(2 * MiB + SLOT_ALIGNMENT, 2 * MiB)
@@ -124,8 +124,8 @@ def test_what_a_plan_sends_away_first_is_on_the_disk_where_not_all_fits(spill: S
 
 def test_a_smaller_plan_has_all_its_places_in_memory_again(spill: SpillFile) -> None:
     tier = HostTier(6 * MiB, spill, Pins())
-    assert tier.plan_area(7 * MiB)
-    assert tier.plan_area(3 * MiB)
+    assert tier.plan_area(7 * MiB) == 7 * MiB
+    assert tier.plan_area(3 * MiB) == 3 * MiB
     assert all(isinstance(tier.planned_slot(k * MiB, MiB), HostPlace) for k in range(3))
     assert isinstance(tier.reserve(MiB), HostPlace)
 
@@ -133,9 +133,9 @@ def test_a_smaller_plan_has_all_its_places_in_memory_again(spill: SpillFile) -> 
 def test_a_plan_takes_no_room_from_values_that_lie_there(spill: SpillFile) -> None:
     tier = HostTier(6 * MiB, spill, Pins())
     place = tier.reserve(100)
-    assert not tier.plan_area(MiB)
+    assert tier.plan_area(MiB) == 0
     tier.release(place)
-    assert tier.plan_area(MiB)
+    assert tier.plan_area(MiB) == MiB
     assert tier.reserve(100).offset >= MiB
 
 
@@ -149,7 +149,7 @@ def test_where_the_system_gives_no_more_the_rest_goes_to_the_disk(
     assert [type(place) for place in places] == [HostPlace] * 1 + [DiskPlace] * 4
     for place in places:
         tier.release(place)
-    assert tier.plan_area(3 * MiB)
+    assert tier.plan_area(3 * MiB) == 3 * MiB
     assert [type(tier.planned_slot(k * MiB, MiB)) for k in range(3)] == [DiskPlace] * 2 + [HostPlace]
 
 

@@ -88,7 +88,7 @@ class SpillMachine(RuleBasedStateMachine):
             for nbytes in PLANNED_SIZES:
                 self.free_places.append((self.planned_bytes, nbytes))
                 self.planned_bytes += slot_bytes(nbytes)
-            assert self.spill.plan_area(self.planned_bytes)
+            assert self.spill.plan_area(self.planned_bytes) == self.planned_bytes
 
     def _write(self, slot: Slot, phase: int) -> Value:
         self.count += 1
@@ -190,19 +190,19 @@ def test_a_new_file_takes_no_room(spill: SpillFile, tmp_path: Path) -> None:
 
 
 def test_a_plan_sets_its_room_aside_at_once(spill: SpillFile, tmp_path: Path) -> None:
-    assert spill.plan_area(1 << 20)
+    assert spill.plan_area(1 << 20) == 1 << 20
     [descriptor] = open_files_in(tmp_path)
     assert os.fstat(descriptor).st_blocks * 512 >= 1 << 20
 
 
 def test_a_plans_room_grows_only_while_nothing_lies_behind_it(spill: SpillFile) -> None:
-    assert spill.plan_area(8192)
+    assert spill.plan_area(8192) == 8192
     slot = spill.reserve(100)
     assert slot.offset == 8192
-    assert spill.plan_area(4096)
-    assert not spill.plan_area(16384)
+    assert spill.plan_area(4096) == 8192
+    assert spill.plan_area(16384) == 8192
     spill.release(slot)
-    assert spill.plan_area(16384)
+    assert spill.plan_area(16384) == 16384
     assert spill.reserve(100).offset == 16384
 
 

@@ -167,8 +167,8 @@ class Kinds:
         has_turned: that step was thought to be of another kind when it began.
     """
 
-    def __init__(self, syncs: tuple[bool, ...], make_way: Callable[[int], bool]) -> None:
-        """`make_way` says whether a plan may have so many bytes of the next tier."""
+    def __init__(self, syncs: tuple[bool, ...], make_way: Callable[[int], None]) -> None:
+        """`make_way` is told that a plan has so many bytes of the next tier from now on."""
         self._make_way = make_way
         self.has_turned = False
         self._turned_at = -1
@@ -223,14 +223,13 @@ class Kinds:
         others = (kind for kind in self._such() if kind is not self.expected and kind.begins_with(packs))
         return max(others, key=self._frequency, default=None)
 
-    def turn_to(self, kind: StepKind) -> bool:
-        """The step that is open proves to be of this kind. False, if its plan may not be followed."""
-        if kind.plan.spill_bytes and not self._make_way(kind.plan.spill_bytes):
-            return False
+    def turn_to(self, kind: StepKind) -> None:
+        """The step that is open proves to be of this kind."""
+        if kind.plan.spill_bytes:
+            self._make_way(kind.plan.spill_bytes)
         self.expected, self.has_turned = kind, True
         self._turned_at = self.steps
         self._hope_for(kind)
-        return True
 
     @property
     def any_parks(self) -> bool:

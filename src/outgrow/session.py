@@ -349,9 +349,8 @@ class Session:
         self._layouts = self._wrappers.layouts()
         kind = self._kinds.begin(self._wrappers.syncs())
         plan = None if kind is None else kind.plan
-        if plan is not None and plan.spill_bytes and not self._pool.make_way(plan.spill_bytes):
-            plan = None  # a graph of an earlier step still wants what lies where the plan would put its own
-            _LOG.info("fallback: an earlier step's values are still wanted; the cache decides in this step")
+        if plan is not None and plan.spill_bytes:
+            self._pool.make_way(plan.spill_bytes)
         kinds = storage_kinds(self._ledger, self._models, self._optimizers)
         records = self._kinds.should_record
         self._recorder = Recorder(self._ledger, ModuleNames(self._models), kinds) if records else None
@@ -415,8 +414,6 @@ class Session:
                 came = self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
         elif not outcome.followed:
             came = self._kinds.departed(outcome.packs)
-            if self._begun is None and expected is not None and expected.is_of(outcome.packs):
-                came = expected  # there was no room for its plan's places
         self._kinds.seen(came, expected)
         # What was recorded is planned for by now.
         may_adapt = (recorder is None or is_known_well) and not self._kinds.has_turned

@@ -20,15 +20,17 @@ class Entry:
 
     `storage` is the pool's own hold on its memory, None while the value is away (or only others hold it).
     `record` is the ledger's record of the storage that holds, or last held, the value. `slot` has its bytes once
-    a copy out was finished; `recipe` makes the value anew where it was dropped, and `replay` says what becomes of it
-    when that was done for another value's sake. `serial` and `version` say which contents of which storage it was
-    saved from. `epoch` is the last step that saved it, `saved_index` its number in that step's record.
+    a copy out was finished, and `planned_at` is the offset that a plan gave it, if one did; `recipe` makes the value
+    anew where it was dropped, and `replay` says what becomes of it when that was done for another value's sake.
+    `serial` and `version` say which contents of which storage it was saved from. `epoch` is the last step that saved
+    it, `saved_index` its number in that step's record.
     """
 
     __slots__ = (
         "epoch",
         "handles",
         "nbytes",
+        "planned_at",
         "reading",
         "recipe",
         "record",
@@ -53,4 +55,4 @@ class Entry:
         self.replay = Replay.SPEED
         self.writing: Copy | None = None
         self.reading: Copy | None = None
-        self.epoch = self.saved_index = -1
+        self.epoch = self.saved_index = self.planned_at = -1

@@ -75,8 +75,8 @@ class Others(Protocol[_Known]):
     def find(self, packs: Sequence[int]) -> _Known | None:
         """One whose steps begin by saving tensors of so many bytes."""
 
-    def turn_to(self, kind: _Known, /) -> bool:
-        """The step is of that kind. False, if its plan may not be followed."""
+    def turn_to(self, kind: _Known, /) -> None:
+        """The step is of that kind."""
 
     @property
     def any_parks(self) -> bool:
@@ -448,8 +448,9 @@ class Executor:
             return False
         on_demand = watched and self._can_park and not (other.fits and _begins_at(other.plan, ticks.tick - 1))
         parks = on_demand or self._parking.is_for(other.plan)
-        if (watched and not self._join_modes(parks=parks)) or not self._others.turn_to(other):
+        if watched and not self._join_modes(parks=parks):
             return False
+        self._others.turn_to(other)
         plan, kinds, where = other.plan, self._current.kinds, self._follower.where()
         _LOG.debug("the step departs from its trace %s, and goes by the plan of another kind of step", where)
         self._staying.stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from outgrow.errors import DeviceOutOfMemory, OutgrowError
-from outgrow.planning.plan import Replay
+from outgrow.planning.plan import Replay, slot_bytes
 from outgrow.planning.recipes import burst
 from outgrow.runtime.copies.copy import Copies, Copy
 from outgrow.runtime.entry import Entry
@@ -108,6 +109,10 @@ class Pool:
         self._entries: dict[tuple[int, int], Entry] = {}
         self._recent: OrderedDict[Entry, None] = OrderedDict()
         self._at: dict[int, list[Entry]] = {}  # entries by the serial number of the storage they were last in
+        # Of the next tier: how much is set aside for plans, and where in that values of earlier steps lie that are
+        # nowhere else: where each begins and ends, in bytes, in order.
+        self._set_aside = 0
+        self._occupied: list[tuple[int, int]] = []
         # Copies out in flight, first in first out, each with the pool's hold on its memory.
         self._leaving: deque[tuple[Copy, Entry, torch.UntypedStorage]] = deque()
         self.leaving_bytes = 0  # that copies out hold now; and `most_leaving_bytes` in this step
@@ -221,7 +226,11 @@ class Pool:
         self._places.release(slot)
 
     def place(self, offset: int, nbytes: int) -> Place:
-        """The place in the next tier that the plan gave a value."""
+        """The place in the next tier that the plan gave a value; another one if that is not to be had."""
+        end = offset + slot_bytes(nbytes)
+        after = bisect_right(self._occupied, offset, key=_end_of)
+        if end > self._set_aside or (after < len(self._occupied) and self._occupied[after][0] < end):
+            return self._places.reserve(nbytes)
         return self._places.planned_slot(offset, nbytes)
 
     def is_reading(self, storage: torch.UntypedStorage) -> bool:
@@ -328,13 +337,13 @@ class Pool:
             self._ledger.unfollow(record)
         return list(recipe.sources.values())
 
-    def make_way(self, spill_bytes: int) -> bool:
-        """Whether a plan may now put its values into the first `spill_bytes` of the next tier.
+    def make_way(self, spill_bytes: int) -> None:
+        """From here on a plan puts its values into the first `spill_bytes` of the next tier.
 
-        It may not while a value of an earlier step lies there that is nowhere else and that a graph still wants.
+        Where values of earlier steps lie there that are nowhere else, and that a graph still wants, its own go
+        elsewhere.
         """
-        if any(map(_is_only_in_planned_place, self._entries.values())):
-            return False
+        occupied = []
         for entry in list(self._entries.values()):
             if entry.writing is not None and entry.writing.slot.planned:
                 self.wait_out(entry)
@@ -342,9 +351,12 @@ class Pool:
                 continue
             self._settle(entry)
             if entry.storage is None:
-                return False
-            entry.slot = None
-        return self._places.plan_area(spill_bytes)
+                occupied.append((entry.planned_at, entry.planned_at + slot_bytes(entry.nbytes)))
+            else:
+                entry.slot = None
+        self._occupied = sorted(occupied)
+        if not occupied:
+            self._set_aside = self._places.plan_area(spill_bytes)
 
     def _let_go(self, entry: Entry) -> None:
         entry.storage = None
@@ -380,6 +392,7 @@ class Pool:
             self._unpark(entry.record)
         out = self._copies.out
         slot = self.reserve(entry.nbytes) if offset is None else self.place(offset, entry.nbytes)
+        entry.planned_at = -1 if offset is None else offset
         entry.writing = out.submit(slot, entry.storage.data_ptr())
         self._leaving.append((entry.writing, entry, entry.storage))
         self.leaving_bytes += entry.nbytes
@@ -690,8 +703,5 @@ class Pool:
         entry.slot = None
 
 
-def _is_only_in_planned_place(entry: Entry) -> bool:
-    """Whether a value is nowhere else than where a plan put it, or is about to be."""
-    if entry.writing is not None:
-        return entry.writing.slot.planned
-    return entry.slot is not None and entry.slot.planned and entry.storage is None
+def _end_of(span: tuple[int, int]) -> int:
+    return span[1]

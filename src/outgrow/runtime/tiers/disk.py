@@ -59,20 +59,17 @@ class SpillFile:
         self._end = 0
         self._free: list[tuple[int, int]] = []  # (room, offset), smallest room first
 
-    def plan_area(self, nbytes: int, used_bytes: int | None = None) -> bool:
+    def plan_area(self, nbytes: int, used_bytes: int | None = None) -> int:
         """Set the first `nbytes` of the file aside for places that plans fix; asks the disk for them now.
 
-        Where less of it will be written, the disk is asked for the first `used_bytes` alone.
-
-        False if that cannot be, as unplanned values lie there.
+        Where less of it will be written, the disk is asked for the first `used_bytes` alone. Returned is how many are
+        set aside now: less than that where unplanned values lie behind them.
 
         Raises:
             SpillError: the file system has not that much room.
         """
-        if nbytes <= self._planned_end:
-            return True
-        if self._end > self._planned_end:
-            return False
+        if nbytes <= self._planned_end or self._end > self._planned_end:
+            return self._planned_end
         aside = nbytes if used_bytes is None else used_bytes
         try:
             os.posix_fallocate(self._descriptor, 0, aside)
@@ -81,7 +78,7 @@ class SpillFile:
                 raise self._failure(f"setting {format_bytes(aside)} aside", error) from error
         self._planned_end = self._end = nbytes
         self._free.clear()
-        return True
+        return nbytes
 
     def planned_slot(self, offset: int, nbytes: int) -> Slot:
         """The place that the plan gave a value."""

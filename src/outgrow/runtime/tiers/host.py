@@ -100,26 +100,27 @@ class HostTier:
         """Pinned memory that the tier has taken from the system, in bytes."""
         return self._pinned + sum(buffer.nbytes for buffer in self._buffers)
 
-    def plan_area(self, nbytes: int) -> bool:
-        """Set room aside for the places that a plan fixes; False while unplanned values lie there.
+    def plan_area(self, nbytes: int) -> int:
+        """Set room aside for the places that a plan fixes, of which none may be in use; how much there is now.
 
-        What the plan sends away first is wanted back last: where not all of it fits, that part goes to the disk.
+        That is what it was before where unplanned values lie there. What the plan sends away first is wanted back
+        last: where not all of it fits, that part goes to the disk.
         """
         if nbytes == self._planned:
-            return True
+            return nbytes
         here = min(nbytes, self._capacity)
         if here > self._planned_end and not self._holes.is_untouched:
-            return False
+            return self._planned
         here = min(here, self._grow(here))
         on_disk = nbytes - here
         # The value that begins before that and ends behind it is on the disk whole.
-        if on_disk and not self._spill.plan_area(nbytes, on_disk):
-            return False
+        if on_disk and self._spill.plan_area(nbytes, on_disk) < nbytes:
+            return self._planned
         if self._holes.is_untouched:
             self._planned_end = here
             self._holes = Holes(here, self._capacity, SLOT_ALIGNMENT)
         self._planned, self._on_disk = nbytes, on_disk
-        return True
+        return nbytes
 
     def planned_slot(self, offset: int, nbytes: int) -> Place:
         """The place that the plan gave a value."""

@@ -23,8 +23,11 @@ class Place:
 class Places(Protocol):
     """A tier that gives out places: those that plans fix first, and a free list for the rest."""
 
-    def plan_area(self, nbytes: int) -> bool:
-        """Set `nbytes` aside for places that a plan fixes; False while unplanned values lie there."""
+    def plan_area(self, nbytes: int) -> int:
+        """Set `nbytes` aside for places that plans fix; how many there are now, the less while others lie there.
+
+        No planned place may be in use.
+        """
 
     def planned_slot(self, offset: int, nbytes: int) -> Place:
         """The place that the plan gave a value."""
