@@ -180,6 +180,42 @@ def test_steps_in_no_order_turn_to_the_plans_of_their_kinds(policy: Any, share: 
     assert sum(planned(summaries)[8:]) > 10
 
 
+@pytest.mark.parametrize("begin", [0, 4])
+@pytest.mark.parametrize("is_wanted", [False, True], ids=["let-go", "gone-through"])
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all", ParkAll(offload=True)], ids=str)
+def test_graphs_that_are_kept_for_a_step_leave_plans_their_places(policy: Any, is_wanted: bool, begin: int) -> None:
+    """What they saved lies where the next step's plan would put what that saves, or behind it."""
+
+    def make() -> Training:
+        model = network()
+        aside = nn.Sequential(*(nn.Sequential(nn.Conv2d(36, 36, 1), nn.Tanh()) for _ in range(4)))
+        optimizer = momentum(model.parameters())
+        kept: list[torch.Tensor] = []
+
+        def run(k: int) -> torch.Tensor:
+            middle = model[:3](torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(k)))
+            output = aside(middle).pow(2).sum()
+            loss = model[3:](middle).pow(2).mean()
+            if kept and is_wanted:
+                (gradient,) = torch.autograd.grad(kept.pop(), aside[0][0].weight)
+                loss = loss + gradient.pow(2).mean()
+            if k >= begin:
+                kept[:] = [output]
+            del middle, output
+            loss.backward()
+            torch.ones(1 << 20)  # what was kept leaves for this, if it came back
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model, aside], [optimizer], run)
+
+    budget = int(1.4 * budget_for(make, 0.6))  # of the first step, which has no graph of an earlier one
+    summaries = assert_equal_and_inside(make, 12, budget, policy)
+    assert all(planned(summaries)[7:])
+    assert summaries[-1].offloaded_bytes > 0
+
+
 def thawing(after: int) -> Make:
     """Trains the last layer alone for some steps, and then all."""
 
