@@ -580,9 +580,9 @@ def test_a_kind_that_comes_where_none_came_again_is_planned_for_when_it_does(mon
     searches: list[int] = []
     plan = Planner.plan
 
-    def counted(self: Planner, problem: Problem) -> Plan:
+    def counted(self: Planner, problem: Problem, **options: Any) -> Plan:
         searches.append(len(problem.trace.saved))
-        return plan(self, problem)
+        return plan(self, problem, **options)
 
     monkeypatch.setattr(Planner, "plan", counted)
     ragged = [12, 11, 10, 9, 8, 7]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import outgrow
 from outgrow.kinds import StepKind
 from outgrow.learning import Planner
 from outgrow.planning.plan import Plan
-from outgrow.planning.policies import find
+from outgrow.planning.policies import auto, find
 from outgrow.runtime.care import OpNeeds
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.tiers.ram import Ram
@@ -65,12 +66,17 @@ def measure(
     peak: float = 1.0,
     hardware: outgrow.Hardware = GPU,
     proved: bool = False,
+    plan_seconds: float = 0.0,
 ) -> list[bool]:
-    """Steps that take `pace` times what the plan says now, and peak at `peak` times that; which changed the plan."""
+    """Steps that take `pace` times what the plan says now, and peak at `peak` times that; which changed the plan.
+
+    The last search took `plan_seconds`.
+    """
     seconds = pace * kind.plan.simulate().step_seconds
     high = int(peak * kind.plan.simulate().peak_bytes)
     stall = kind.plan.simulate().stall_seconds
     outcome = replace(QUIET, seconds=seconds, stall_seconds=stall, peak_bytes=high, proved=proved)
+    kind.plan_seconds = plan_seconds
     return [Planner(find("auto")).compare(kind, outcome, hardware, budget) for _ in range(steps)]
 
 
@@ -156,6 +162,38 @@ def test_no_plan_is_searched_for_where_the_plain_step_is_no_faster(trace: outgro
     fast = replace(GPU, copy_in_bandwidth=1e13, copy_out_bandwidth=1e13, copy_latency_seconds=1e-9)
     assert measure(kind, budget, 3, pace=1.5, hardware=fast) == [False] * 3
     assert kind.searches == 0
+
+
+def test_a_search_waits_until_steps_took_five_times_as_long_as_the_last_one(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    wanted = 2 * kind.plan.simulate().step_seconds
+    measure(kind, budget, 3, pace=2.0, plan_seconds=1.5 * wanted)
+    assert kind.plan.simulate().step_seconds == pytest.approx(wanted, rel=0.05), "times are right at once"
+    measure(kind, budget, 4, plan_seconds=1.5 * wanted)
+    assert kind.searches == 0
+    measure(kind, budget, 1, plan_seconds=1.5 * wanted)
+    assert kind.searches == 1
+    assert not kind.wants_search
+
+
+def test_a_first_plan_is_made_at_once_and_a_later_one_is_refined(
+    trace: outgrow.Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows a first plan is recorded, and planned for anew."""
+    refined: list[Plan] = []
+
+    def noted(starts: Sequence[Plan], optimum_seconds: float) -> Plan:
+        refined.append(starts[0])
+        return starts[0]
+
+    monkeypatch.setattr(auto, "_refined", noted)
+    kind, _ = kind_of(trace)
+    assert refined
+    refined.clear()
+    first = Planner(find("auto")).plan(kind.plan.problem, at_once=True)
+    assert not refined
+    assert first.policy == "auto"
+    assert first.simulate().feasible
 
 
 def test_plans_are_searched_for_four_times_at_most_but_times_stay_right(trace: outgrow.Trace) -> None:

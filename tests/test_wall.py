@@ -535,12 +535,12 @@ def test_a_step_that_went_well_does_not_fail_for_want_of_memory_to_plan(
     plain = train_with_batch_norm(steps=5)
     really_plan, searches = Planner.plan, 0
 
-    def plan_with_memory_at_last(planner: Planner, problem: Problem) -> Plan:
+    def plan_with_memory_at_last(planner: Planner, problem: Problem, **options: Any) -> Plan:
         nonlocal searches
         searches += 1
         if searches < 3:
             raise error
-        return really_plan(planner, problem)
+        return really_plan(planner, problem, **options)
 
     monkeypatch.setattr(Planner, "plan", plan_with_memory_at_last)
     ours = train_with_batch_norm("1GiB", steps=5)

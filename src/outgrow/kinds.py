@@ -44,7 +44,9 @@ class StepKind:
         plan: for the next step of this kind, with the trace that it was made from.
         steady: the trace shows the step as it is from now on; else the next one is recorded too.
         measured_peak: live bytes at the peak of the recorded step.
-        plan_seconds: what planning took.
+        plan_seconds: what planning took, the last time.
+        seconds_since: what steps of this kind took since then, as far as they were timed.
+        wants_search: whether another plan may be better by now.
         verdicts: which recipes were proved.
         recordings: how often the step was recorded anew because its plan proved wrong, and `searches` how often its
             plan was searched for again because the machine's speed had changed.
@@ -65,6 +67,8 @@ class StepKind:
     steady: bool
     measured_peak: int
     plan_seconds: float
+    seconds_since: float = 0.0
+    wants_search: bool = False
     verdicts: Verdicts = field(default_factory=Verdicts)
     recordings: int = 0
     searches: int = 0
@@ -110,6 +114,7 @@ class StepKind:
         self.verdicts.cramped.clear()  # another plan has room elsewhere
         self.plan, self.steady, self.fits, self.is_foreign, self.is_planned = plan, steady, False, False, True
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
+        self.seconds_since, self.wants_search = 0.0, False
         self.recent.clear()
         self.timed_steps = TIMED_STEPS
 

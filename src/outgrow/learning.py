@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -34,6 +35,8 @@ _PEAK_TOLERANCE = 0.02
 # So often at most a plan is searched for with other times: a machine whose speed wavers would be planned for without
 # end.
 _MOST_SEARCHES = 4
+# Nor is it before steps took so many times as long as the last search: there may be few left.
+_STEPS_PER_SEARCH = 5
 # Another plan must be this much faster: its recipes have to be proved, and memory has to settle once more.
 _WORTH_CHANGING = 0.97
 
@@ -56,13 +59,17 @@ class Planner:
         self._memory = memory
         self._margin_bytes = margin_bytes
 
-    def plan(self, problem: Problem) -> Plan:
-        """The policy's plan, ready for a session. It leaves the margin free if there is one that does."""
+    def plan(self, problem: Problem, *, at_once: bool = False) -> Plan:
+        """The policy's plan, ready for a session. It leaves the margin free if there is one that does.
+
+        Where it is wanted `at_once`, as another will soon follow, it is not refined.
+        """
+        policy = Auto(refines=False) if at_once and self.searches else self._policy
         if self._memory is not None:
             self._memory.make_room_beside(len(problem.trace.ops) * self._BYTES_PER_OP)
-        plan = self._plan(problem.with_budget(problem.budget_bytes - self._margin_bytes))
+        plan = _ready(policy.plan(problem.with_budget(problem.budget_bytes - self._margin_bytes)))
         if self._margin_bytes and not plan.simulate().feasible:
-            plan = self._plan(problem)
+            plan = _ready(policy.plan(problem))
         if self._memory is not None:
             self._memory.give_back_beside()
         return replace(plan, problem=plan.problem.with_budget(problem.budget_bytes))
@@ -76,10 +83,6 @@ class Planner:
         """The cache's plan, for a kind of step that may never come again."""
         return Lru().plan(problem).laid_out()
 
-    def _plan(self, problem: Problem) -> Plan:
-        plan = self._policy.plan(problem).laid_out()
-        return plan if problem.on_cpu else with_releases(plan)
-
     def compare(self, kind: StepKind, outcome: StepOutcome, hardware: Hardware, budget_bytes: int) -> bool:
         """Adapt: a step under a plan was measured. Whether the plan is now another one.
 
@@ -90,7 +93,6 @@ class Planner:
         """
         if outcome.proved:
             return False
-        prediction = kind.plan.simulate()
         peak = outcome.peak_bytes - outcome.leaving_bytes
         if outcome.knows_peak and peak > kind.plan.expected_peak_bytes * (1 + _PEAK_TOLERANCE):
             kind.distrust()
@@ -98,6 +100,16 @@ class Planner:
                 peaks = (format_bytes(outcome.peak_bytes), format_bytes(kind.plan.expected_peak_bytes))
                 _LOG.info("a step peaked at %s and was predicted at %s: the next one is recorded", *peaks)
             return False
+        kind.seconds_since += outcome.seconds
+        if self._sets_right(kind, outcome, hardware):
+            kind.wants_search = True
+        if not kind.wants_search or kind.seconds_since < _STEPS_PER_SEARCH * kind.plan_seconds:
+            return False
+        return self._searches_again(kind, budget_bytes)
+
+    def _sets_right(self, kind: StepKind, outcome: StepOutcome, hardware: Hardware) -> bool:
+        """Set the times of a kind's trace right, if they are not; whether another plan may be better in those."""
+        prediction = kind.plan.simulate()
         if prediction.step_seconds <= 0:  # a step without ops
             return False
         kind.recent = [*kind.recent, (outcome.seconds, outcome.stall_seconds)][-kind.timed_steps :]
@@ -120,19 +132,31 @@ class Planner:
         if error <= kind.tolerance or kind.plan.keeps_everything or kind.searches >= _MOST_SEARCHES:
             return False
         now = kind.plan.simulate()
-        if now.plain_step_seconds > now.step_seconds * _WORTH_CHANGING:  # no plan is faster than the plain step
-            return False
+        # No plan is faster than the plain step.
+        return now.plain_step_seconds <= now.step_seconds * _WORTH_CHANGING
+
+    def _searches_again(self, kind: StepKind, budget_bytes: int) -> bool:
+        """Take another plan, if a search finds one that is clearly better."""
         kind.searches += 1
-        other = self.plan(problem.with_budget(budget_bytes))
+        kind.wants_search = False
+        now, started = kind.plan.simulate(), time.perf_counter()
+        other = self.plan(kind.plan.problem.with_budget(budget_bytes))
         then = other.simulate()
+        kind.plan_seconds, kind.seconds_since = time.perf_counter() - started, 0.0
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
             kind.tolerance *= 2
             return False
         kind.plan, kind.fits, kind.timed_steps = other, False, TIMED_STEPS
         kind.verdicts.cramped.clear()
-        times = (format_seconds(seconds), format_seconds(prediction.step_seconds))
-        _LOG.info("re-planned, as steps take %s and were predicted at %s: %s", *times, in_a_line(other))
+        is_said = format_seconds(now.step_seconds)
+        _LOG.info("re-planned, as steps take %s by now: %s", is_said, in_a_line(other, kind.plan_seconds))
         return True
+
+
+def _ready(plan: Plan) -> Plan:
+    """A plan with places for what leaves, and for a device that runs beside the host with what frees its memory."""
+    laid_out = plan.laid_out()
+    return laid_out if plan.problem.on_cpu else with_releases(laid_out)
 
 
 def in_a_line(plan: Plan, plan_seconds: float | None = None) -> str:

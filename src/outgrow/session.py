@@ -473,7 +473,10 @@ class Session:
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
         is_planned = known is not None or self._kinds.come_again or not self._planner.searches
         with self._interrupts.let_in():
-            plan = self._planner.plan(problem) if is_planned else self._planner.without_search(problem)
+            if is_planned:
+                plan = self._planner.plan(problem, at_once=known is None)  # the next such step is recorded, too
+            else:
+                plan = self._planner.without_search(problem)
         if steady or not plan.evicts:
             self._refuse_what_cannot_fit(plan)
         seconds = time.perf_counter() - start

@@ -58,6 +58,10 @@ class Auto:
 
     name = "auto"
 
+    def __init__(self, *, refines: bool = True) -> None:
+        """Whether it `refines` what it found by the local search, which may take most of the time."""
+        self._refines = refines
+
     def plan(self, problem: Problem) -> Plan:
         return _without_idle_reuses(self._found(problem))
 
@@ -74,6 +78,8 @@ class Auto:
         programs = list(chain.from_iterable(map(_programs, (frame, *roomier))))
         programmed = [program.plan for program in programs]
         best = min([*programmed, *(policy.plan(problem) for policy in others)], key=_rank)
+        if not self._refines:
+            return _own(best)
         starts = [best, *(plan for plan in programmed if plan is not best)]
         return _refined([_own(plan) for plan in starts], min(program.optimum_seconds for program in programs))
 
