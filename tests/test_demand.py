@@ -109,6 +109,36 @@ class Hourglass(nn.Module):
         return self.leave(x.mean((2, 3)))
 
 
+class Curve(torch.autograd.Function):
+    """Keeps what its backward pass wants by itself, as reversible networks and checkpoints of people's own do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.y = torch.tanh(x)
+        return 2 * ctx.y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        y, ctx.y = ctx.y, None
+        return 2 * gradient * (1 - y * y)
+
+
+class Curves(nn.Module):
+    """Layers between such functions, or functions alone."""
+
+    def __init__(self, *, alone: bool = False) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 16, 3, padding=1)
+        self.layers = nn.ModuleList(nn.Identity() if alone else nn.Conv2d(16, 16, 1) for _ in range(8))
+        self.leave = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = Curve.apply(layer(x))
+        return self.leave(x.mean((2, 3)))
+
+
 def least_of(make: Make) -> int:
     """The least budget of any plan, in bytes."""
 
@@ -123,8 +153,17 @@ def least_of(make: Make) -> int:
 
 @pytest.mark.parametrize(
     "build",
-    [lambda: Dense(8), Hourglass, Residual, lambda: Looked(None, None), Attention, lambda: Attention(of_torch=True)],
-    ids=["dense", "hourglass", "residual", "looked", "attention", "torch-attention"],
+    [
+        lambda: Dense(8),
+        Hourglass,
+        Residual,
+        lambda: Looked(None, None),
+        Attention,
+        lambda: Attention(of_torch=True),
+        Curves,
+        lambda: Curves(alone=True),
+    ],
+    ids=["dense", "hourglass", "residual", "looked", "attention", "torch-attention", "curves", "curves-alone"],
 )
 def test_the_first_step_fits_the_least_budget(
     build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
@@ -247,6 +286,44 @@ def test_who_looks_past_the_dispatcher_sees_the_value(look: str, when: str, eage
     make = supervised(lambda: Looked(before, after))
     assert in_first_step(make) == train_plain(make, 1)
     assert eager.parked
+
+
+def read_unseen(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor, as a kernel reads them that was bound past PyTorch's dispatcher."""
+    with torch._C.DisableTorchFunction():
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def test_a_function_hands_kernels_of_its_own_what_it_made_and_kept(eager: Seen) -> None:
+    found: list[bytes] = []
+
+    class Bound(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.kept = [x.sin()]
+            made = x.cos()
+            out = torch.zeros_like(x)  # all that may leave leaves for this
+            found.append(read_unseen(made))
+            return out.add_(made)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            out = torch.zeros_like(gradient)
+            found.append(read_unseen(ctx.kept[0]))
+            return out.sub_(ctx.kept[0] * gradient)
+
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        x = model.enter(x)
+        for _ in range(3):
+            x = Bound.apply(x)
+        return model.leave(x.mean((2, 3)))
+
+    make = supervised(Curves, forward)
+    plain = train_plain(make, 1)
+    read, found[:] = list(found), []
+    assert in_first_step(make) == plain
+    assert eager.parked
+    assert found == read
 
 
 def test_what_was_shown_stays(eager: Seen) -> None:

@@ -55,11 +55,18 @@ class Access(TorchFunctionMode):
         super().__init__()
         self._parking = parking
         self._recorder = recorder
+        self._passes: list[
+            int
+        ] = []  # of each function that runs the backward pass that it was called in, -1 for none
         parking.is_watched = self._is_on
 
     def _is_on(self) -> bool:
-        """Whether calls are seen here: in a backward pass only if it took the mode along."""
-        if torch._C._current_graph_task_id() == -1:
+        """Whether calls are seen here: in a backward pass only if it took the mode along.
+
+        While a function that was seen runs the mode is off.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == -1 or (self._passes and self._passes[-1] == task):
             return True
         return any(mode is self for mode in _get_current_function_mode_stack())
 
@@ -76,6 +83,7 @@ class Access(TorchFunctionMode):
             return self._run_backward(func, args, dict(kwargs))
         # First of all: nothing that the function is given leaves to make room for the rest of it.
         parking.enter(func, args, kwargs)
+        self._passes.append(torch._C._current_graph_task_id())
         if recorder is not None:
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 recorder.call(args, kwargs, reads_by_ops=reads_by_ops(func))
@@ -89,6 +97,7 @@ class Access(TorchFunctionMode):
         finally:
             if recorder is not None:
                 recorder.returned()
+            self._passes.pop()
             parking.leave()
 
     def _show(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,10 +12,12 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 from outgrow.planning.problem import STATE
@@ -23,12 +25,14 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, is_opaque
+from outgrow.tracing.ops import OpFacts, is_opaque, tensors_within
 from outgrow.tracing.recorder import accumulates_gradient
 
 # Modules with functions that run between an op of C++ code and us.
 _BETWEEN = ("outgrow.", "torch._compile", "torch._dynamo")
 _BLANK_FUNCTIONS = ("empty", "new_empty", "_empty")
+# What runs while an `autograd.Function` runs forward.
+_APPLY: CodeType = vars(torch.autograd.Function)["apply"].__func__.__code__
 
 
 class Demand:
@@ -62,6 +66,9 @@ class Demand:
         self._among_strangers = self._is_paused = False
         # Blank memory that somebody asked for whom nobody sees fill it, or not yet.
         self._blanks: set[int] = set()
+        # What an `autograd.Function` that still runs has made, which it may hand to a kernel of its own; its number.
+        self._inside: set[int] = set()
+        self._function = 0
 
     # --- what the runner shows ---
 
@@ -78,6 +85,8 @@ class Demand:
         if self._among_strangers or (facts.is_blank and not self._is_filled_by_torch()):
             self._among_strangers = True
             self._parking.restore_all()
+        elif self._parking.busy:
+            self._parking.touch(_kept_by_function())
 
     def ran(
         self,
@@ -107,9 +116,14 @@ class Demand:
                 if record.nbytes >= self._least_moved:
                     self._parking.lending.add((record.serial,))
                     self._state[record.serial] = record
-        elif facts.makes_outputs and not facts.is_blank and (in_backward or torch.is_grad_enabled()):
-            # What is made without gradients may be the optimizer's, and stay.
-            self._idle.update((item.serial, item) for item in fresh if item.nbytes >= self._least_moved)
+        elif facts.makes_outputs and not facts.is_blank:
+            large = {item.serial: item for item in fresh if item.nbytes >= self._least_moved}
+            if in_backward or torch.is_grad_enabled():
+                self._idle.update(large)
+            elif large and (function := _function_that_runs()):  # else it may be the optimizer's, and stay
+                self._idle.update(large)
+                self._leave_but(function)
+                self._inside.update(large)
         self._in_use = frozenset()
         self._among_strangers = False
 
@@ -129,7 +143,10 @@ class Demand:
         excess = self._ledger.live_bytes + need - self._pool.budget_bytes
         if self._is_paused or self._among_strangers or self._blanks:
             return
-        in_use = self._in_use | self._parking.arguments()
+        if self._inside:
+            self._leave_but(_function_that_runs())
+        kept = {record.serial for record in self._records_of(_kept_by_function())}
+        in_use = self._in_use | self._parking.arguments() | self._inside | kept
         chosen = []
         for serial, record in [*self._idle.items(), *self._state.items()]:
             if excess <= 0:
@@ -145,6 +162,12 @@ class Demand:
         if chosen:
             self.nbytes += sum(record.nbytes for record in chosen)
             self._parking.park(chosen)
+
+    def _leave_but(self, function: int) -> None:
+        """Of `autograd.Function`s that run forward only this one still does, or none."""
+        if function != self._function:
+            self._function = function
+            self._inside.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -166,6 +189,26 @@ class Demand:
             return (in_backward and accumulates_gradient()) or _is_for_reducer()
         is_op = isinstance(function, OpOverload | OpOverloadPacket)
         return not is_op and not getattr(function, "__name__", "").startswith(_BLANK_FUNCTIONS)
+
+
+def _function_that_runs() -> int:
+    """The number of the program's `autograd.Function` that runs forward; 0 where none does.
+
+    Each call makes a node, which counts, before it runs, and while it does no other node is made.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return 0 if frame is None else 1 + int(torch._C._autograd._get_sequence_nr())
+
+
+def _kept_by_function() -> Iterator[torch.Tensor]:
+    """What an `autograd.Function` of the program's that runs backward has kept as attributes of its context.
+
+    Nobody sees it hand that to a kernel of its own; what it let autograd save is seen as it takes it up.
+    """
+    node: Any = torch._C._current_autograd_node()
+    return tensors_within(vars(node)) if isinstance(node, BackwardCFunction) else iter(())
 
 
 def _is_for_reducer() -> bool:
