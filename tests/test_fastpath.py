@@ -731,9 +731,12 @@ def test_where_memory_runs_out_in_an_op_that_passes_it_runs_again(at: int, draws
     ],
     ids=["scaled", "flipped", "cast", "parts"],
 )
+@pytest.mark.parametrize("is_kept", [False, True], ids=["let-go", "buffer"])
 def test_a_batch_that_comes_between_steps_counts_though_nothing_saves_it(
-    read: Callable[[torch.Tensor], torch.Tensor], passed: list[int]
+    read: Callable[[torch.Tensor], torch.Tensor], is_kept: bool, passed: list[int]
 ) -> None:
+    """Be it the model's own in the end."""
+
     def train(budget: int | None) -> None:
         layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
         model = nn.Sequential(nn.LazyLinear(WIDTH), *layers)
@@ -744,6 +747,8 @@ def test_a_batch_that_comes_between_steps_counts_though_nothing_saves_it(
                 x = None
                 x = torch.randn(BATCH, 1024)
                 with nullcontext() if session is None else session.step():
+                    if is_kept:
+                        model.register_buffer("latest", x)
                     model(read(x)).pow(2).mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()

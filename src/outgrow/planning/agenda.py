@@ -76,7 +76,7 @@ def concerned(plan: Plan) -> set[int]:
     recipes = (plan.problem.recipes.find(item.value) for item in plan.recomputes)
     moved = {item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items}
     moved.update(*(recipe.sources for recipe in recipes if recipe is not None))
-    return moved | plan.prediction.evicted
+    return moved.union(plan.prediction.evicted)
 
 
 def stays_of(plan: Plan) -> list[int]:

@@ -35,7 +35,7 @@ class Prediction:
     recomputed_bytes: int
     evicted_bytes: int
     feasible: bool
-    evicted: frozenset[int] = field(repr=False)
+    evicted: tuple[int, ...] = field(repr=False)
     curve: tuple[int, ...] = field(repr=False)
     waits: tuple[Wait, ...] = field(repr=False)
 
@@ -70,7 +70,7 @@ def _prediction(plan: Plan, walk: Walk) -> Prediction:
         recomputed_bytes=walk.recomputed_bytes,
         evicted_bytes=walk.evicted_bytes,
         feasible=peak <= plan.problem.budget_bytes,
-        evicted=frozenset(walk.evicted),
+        evicted=tuple(sorted(walk.evicted)),
         curve=tuple(walk.curve),
         waits=tuple(walk.waits),
     )

@@ -46,7 +46,7 @@ def document_of(subject: Subject) -> dict[str, Any]:
         "prediction": {
             field.name: getattr(prediction, field.name)
             for field in fields(prediction)
-            if field.name not in ("curve", "waits")
+            if field.name not in ("curve", "evicted", "waits")
         },
         "peak": _peak(plan, timeline),
         "plain": {

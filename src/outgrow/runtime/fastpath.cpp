@@ -42,6 +42,7 @@ namespace {
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;  // PyTorch has it and makes no use of it
 constexpr int64_t kLargeRise = 256 << 10;  // as in room.py: ops below are not worth a look at the resident set
 constexpr int64_t kLittle = 4 << 10;       // bytes that are worth nobody's attention
+constexpr size_t kLeastBlock = 64 << 10;   // as in arena.cpp: smaller ones are not counted
 // What may be said of an op beside its bytes; as in fastpath.py.
 constexpr int64_t kGated = 1ll << 62, kWrites = 1ll << 61, kDraws = 1ll << 60, kBytes = kDraws - 1;
 constexpr size_t kCodeBytes = 320 << 10;   // as in reserve.py: what a library may take from the heap
@@ -55,6 +56,9 @@ const c10::DispatchKeySet kInsideVmap({c10::DispatchKey::FuncTorchDynamicLayerFr
 struct Count {  // as in arena.cpp
   std::atomic<int64_t> bytes, most;
 };
+
+// With how many say so, since one may have come to lie where another lay.
+using Storages = std::unordered_map<const void*, int64_t>;
 
 // What is expected at a number: an operator, what its call looks like, and how many ops in turn it stands for.
 struct Expected {
@@ -86,6 +90,8 @@ struct State {
   const std::atomic<int64_t>* booked;  // live bytes that the ledger knows of
   Count* count;                        // live bytes of what passed
   void (*count_in)(void*);
+  int (*counts)(void*, void*);         // whether the memory at an address is a block that counts there
+  const Storages* books;               // the storages that the ledger counts itself
   void (*keep_under)(size_t, int, size_t, int);
   void (*let_go_of)(const void*);  // has nobody of ours hold a storage any more, nor read it
 };
@@ -99,14 +105,14 @@ std::atomic<State*> state_of_gpu{nullptr};
 std::mutex looking;  // at what follows: two sessions may train on two threads
 
 // Storages to which a write is never let pass, as somebody has to know of each: saved values lie in them, or recipes read
-// them. With how many say so, since one may have come to lie where another lay.
-std::unordered_map<const void*, int64_t> followed;
+// them.
+Storages followed;
 
 // Storages whose bytes are away, on their way, or back ahead of their use: who looks at one has to be told to wait. Also
 // with how many say so: one that has ended may be found to have only once another lies where it lay, and is parked too.
-std::unordered_map<const void*, int64_t> parked;
+Storages parked;
 
-void note(std::unordered_map<const void*, int64_t>& storages, const void* storage, bool is_there) {
+void note(Storages& storages, const void* storage, bool is_there) {
   const std::lock_guard guard(looking);
   if (is_there) {
     ++storages[storage];
@@ -406,6 +412,27 @@ bool all_there(const torch::jit::Stack& stack, size_t count) {
   return true;
 }
 
+// Whether what a tensor lies in is among the live bytes.
+bool is_known(const State& now, const c10::IValue& item) {
+  if (!item.isTensor() || !item.toTensor().has_storage()) return true;
+  const c10::Storage& storage = item.toTensor().storage();
+  return storage.nbytes() < kLeastBlock || now.counts(now.count, const_cast<void*>(storage.data())) ||
+         now.books->count(storage.unsafeGetStorageImpl());
+}
+
+// Whether all that an op is given is. A batch from outside of the step is not before the ledger was shown it.
+bool all_known(const State& now, const torch::jit::Stack& stack, size_t count) {
+  if (now.count == nullptr) return true;  // an allocator says what it has given out
+  const std::lock_guard guard(looking);
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    if (!is_known(now, stack[i])) return false;
+    if (!stack[i].isList()) continue;
+    for (const c10::IValue& inner : stack[i].toListRef())
+      if (!is_known(now, inner)) return false;
+  }
+  return true;
+}
+
 bool fits(State& now, const Expected& next) {
   const int64_t risen = live_bytes(now) + next.rise;
   if (risen > now.budget || ((next.flags & kGated) && !now.open)) return false;
@@ -447,7 +474,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   }
   const Expected next = now->expected[first];  // a copy: the step may turn to another plan meanwhile
   if (next.op == &op.schema() && next.look == look_of(keys, *stack, count) && all_there(*stack, count) &&
-      writes_safely(next, *stack, count) && fits(*now, next) &&
+      all_known(*now, *stack, count) && writes_safely(next, *stack, count) && fits(*now, next) &&
       passes(*now, op, keys, stack, count, next.flags & kDraws)) {
     now->number += next.ops;
     now->passed += next.ops;
@@ -511,6 +538,14 @@ void outgrow_fastpath_followed(const void* storage, int is_followed) { note(foll
 
 // The bytes of this storage are not to be looked at from now on, or are again.
 void outgrow_fastpath_parked(const void* storage, int is_parked) { note(parked, storage, is_parked); }
+
+// What a ledger counts itself, to be told of each storage that it begins or ends to count.
+Storages* outgrow_fastpath_new_books() { return new Storages; }
+void outgrow_fastpath_booked(Storages* books, const void* storage, int is_booked) { note(*books, storage, is_booked); }
+void outgrow_fastpath_end_books(Storages* books) {
+  const std::lock_guard guard(looking);
+  delete books;
+}
 
 // Whether a storage may be resized, once more if it was only said that it may not: `numpy()` says so for good, however
 // soon the array goes.

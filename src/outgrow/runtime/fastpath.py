@@ -27,7 +27,6 @@ from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.tiers.arena import ArenaCount
 from outgrow.runtime.tiers.cuda import AllocatorCount
 from outgrow.runtime.tiers.ram import Ram
-from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger, StorageRecord
 
 _LOG = logging.getLogger(__name__)
@@ -81,6 +80,8 @@ class _State(ctypes.Structure):
         ("booked", ctypes.c_void_p),
         ("count", ctypes.c_void_p),
         ("count_in", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("books", ctypes.c_void_p),
         ("keep_under", ctypes.c_void_p),
         ("let_go_of", ctypes.c_void_p),
     )
@@ -91,12 +92,10 @@ class _Lesson:
     """What is known of the steps under one plan; `is_over` once one of them was seen from begin to end.
 
     `steps` are those that were so far; `goes_on` says that the last one measured what may pass once that is known.
-    `showing` are ops that never pass: the ledger gets to know of a batch as the first op reads it.
     """
 
     needs: Any
     expected: Any
-    showing: frozenset[int]
     is_over: bool = False
     steps: int = 0
     goes_on: bool = False
@@ -145,6 +144,11 @@ class FastPath:
         self._count = ledger.count = arena.new_count(self._state.booked)
         self._state.count = self._count.address
         self._state.count_in = arena.count_in_address
+        self._state.counts = self._count.asks
+        self._state.books = self._library.outgrow_fastpath_new_books()
+        ledger.on_book = partial(_book, self._library, self._state.books)
+        for record in ledger.alive():
+            ledger.on_book(record, record.booked > 0)
         self._state.keep_under = arena.keep_under_address
         self._state.limit, self._state.statm, self._state.page = ram.limit
 
@@ -188,8 +192,7 @@ class FastPath:
         lesson = self._lessons.find(plan)
         if lesson is None:
             length = len(plan.problem.trace.ops)
-            showing = _first_readers_of_inputs(plan.problem.trace)
-            lesson = _Lesson((ctypes.c_int64 * length)(), (_Expected * length)(), showing)
+            lesson = _Lesson((ctypes.c_int64 * length)(), (_Expected * length)())
             self._lessons.add(plan, lesson)
         if lesson.is_over and not may_pass:
             return
@@ -295,7 +298,7 @@ class FastPath:
         only where the allocator refuses nothing. If it `draws`, then from the generator of the CPU.
         """
         lesson = self._lesson
-        if lesson is not None and number < len(lesson.needs) and number not in lesson.showing:
+        if lesson is not None and number < len(lesson.needs):
             flags = _WRITES * writes | _GATED * gated | _DRAWS * draws
             lesson.needs[number] = rise_bytes | flags
 
@@ -390,28 +393,23 @@ class FastPath:
             self._ledger.count = None
             self._count.close()
             self._count = None
+            if self._state.books:
+                assert self._library is not None
+                self._ledger.on_book = None
+                self._library.outgrow_fastpath_end_books(self._state.books)
+                self._state.books = None
             self._library = None
         self._state.let_go_of = self._let_go_of = None
-
-
-def _first_readers_of_inputs(trace: Trace) -> frozenset[int]:
-    """Of each value that comes from outside of the step, and is no training state, the first op that reads its bytes.
-
-    A view reads none.
-    """
-    inputs = {index for index, value in enumerate(trace.values) if value.birth < 0 and value.kind is Kind.INPUT}
-    first: dict[int, int] = {}
-    for number, op in enumerate(trace.ops):
-        if op.moved_bytes:
-            for index in op.inputs:
-                if index in inputs:
-                    first.setdefault(index, number)
-    return frozenset(first.values())
 
 
 def _follow(library: ctypes.CDLL, record: StorageRecord, is_followed: bool) -> None:
     """Who writes to this storage needs care from now on, or no longer."""
     library.outgrow_fastpath_followed(record.address, is_followed)
+
+
+def _book(library: ctypes.CDLL, books: int, record: StorageRecord, is_booked: bool) -> None:
+    """The ledger counts this storage itself from now on, or no longer."""
+    library.outgrow_fastpath_booked(books, record.address, is_booked)
 
 
 @once
@@ -434,6 +432,11 @@ def _library() -> ctypes.CDLL | None:
         function.restype = ctypes.c_int64
     library.outgrow_fastpath_followed.argtypes = (ctypes.c_void_p, ctypes.c_int)
     library.outgrow_fastpath_followed.restype = None
+    library.outgrow_fastpath_new_books.restype = ctypes.c_void_p
+    library.outgrow_fastpath_booked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+    library.outgrow_fastpath_booked.restype = None
+    library.outgrow_fastpath_end_books.argtypes = (ctypes.c_void_p,)
+    library.outgrow_fastpath_end_books.restype = None
     library.outgrow_fastpath_make_resizable.argtypes = (ctypes.c_void_p,)
     library.outgrow_fastpath_parked.argtypes = (ctypes.c_void_p, ctypes.c_int)
     library.outgrow_fastpath_parked.restype = None

@@ -68,6 +68,7 @@ class Ledger:
         on_death: called with the record of each storage that goes; None for nobody.
         on_follow: called with a record that has got its first follower (and True), or has lost its last one or its
             storage (and False): another one may soon lie where that lay. None for nobody.
+        on_book: the same of a record whose bytes are counted here (`booked`), or no longer.
     """
 
     def __init__(self, device_type: str, index: int | None = None) -> None:
@@ -80,6 +81,7 @@ class Ledger:
         self.hidden_bytes = 0
         self.on_death: Callable[[StorageRecord], None] | None = None
         self.on_follow: Callable[[StorageRecord, bool], None] | None = None
+        self.on_book: Callable[[StorageRecord, bool], None] | None = None
         self._records: dict[int, StorageRecord] = {}
         self._serial = 0
         self._thread = threading.get_ident()
@@ -192,6 +194,8 @@ class Ledger:
     def _book(self, record: StorageRecord, storage: torch.UntypedStorage) -> None:
         """Count a storage that is new or has other memory, unless that is counted already."""
         booked = 0 if self._is_counted(storage) else record.nbytes
+        if self.on_book is not None and (booked > 0) != (record.booked > 0):
+            self.on_book(record, booked > 0)
         self.booked.value += booked - record.booked
         record.booked = booked
 
@@ -217,6 +221,8 @@ class Ledger:
         record.ref = None
         if record.followers > 0 and self.on_follow is not None:
             self.on_follow(record, False)
+        if record.booked > 0 and self.on_book is not None:
+            self.on_book(record, False)
 
     def _book_deaths_elsewhere(self) -> None:
         while self._gone_elsewhere:
