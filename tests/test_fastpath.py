@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -756,6 +757,27 @@ def test_a_batch_that_comes_between_steps_counts_though_nothing_saves_it(
     budget = rise_of(lambda: train(None)) - (3 << 20)
     assert rise_of(lambda: train(budget)) <= budget
     assert max(passed[-3:]) > 0
+
+
+def test_a_large_batch_counts_in_a_step_that_began_as_a_small_one_unwatched() -> None:
+    """It was read before anything showed what kind of step that is."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(1024, WIDTH), *layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(size: int, session: outgrow.Session | None) -> None:
+        x = torch.randn(size, 1024)
+        with nullcontext() if session is None else session.step():
+            model(x * 2).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    budget = int(0.85 * (parameters + rise_of(partial(step, BATCH, None))))
+    with outgrow.Session(model, optimizer, budget=budget, least_moved_bytes=1) as session:
+        for size in [BATCH] * 4 + [BATCH // 2] * 8 + [BATCH, BATCH // 2, BATCH // 2]:
+            step(size, session)
+        assert parameters + rise_of(partial(step, BATCH, session)) <= budget
 
 
 def test_two_sessions_in_turn_count_their_own_bytes_alone() -> None:

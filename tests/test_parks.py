@@ -259,6 +259,26 @@ def test_no_plan_parks_what_a_running_function_may_read_unseen(network: str, mon
     assert ran_meanwhile == []
 
 
+def test_a_function_may_be_an_object_that_has_no_hash() -> None:
+    class Double:
+        __name__ = "double"
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.overrides.has_torch_function((x,)):
+                doubled: torch.Tensor = torch.overrides.handle_torch_function(self, (x,), x)
+                return doubled
+            return 2 * x
+
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        loss: torch.Tensor = Double()(model(x)).pow(2).mean()
+        return loss
+
+    assert_equal_to_plain(supervised(Mixer, forward), policy=ParkAll())
+
+
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 @pytest.mark.parametrize(
     ("function", "is_held"),

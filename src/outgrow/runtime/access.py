@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from outgrow.runtime.parking import Parking
-from outgrow.tracing.functions import reads_by_ops, reads_no_data
+from outgrow.tracing.functions import is_one_of, reads_by_ops, reads_no_data
 from outgrow.tracing.ops import tensors_within
 from outgrow.tracing.recorder import Recorder
 
@@ -78,7 +78,7 @@ class Access(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         parking, recorder = self._parking, self._recorder
-        if func in _BACKWARD:
+        if is_one_of(func, _BACKWARD):
             self._show(name, args, kwargs)
             return self._run_backward(func, args, dict(kwargs))
         # First of all: nothing that the function is given leaves to make room for the rest of it.

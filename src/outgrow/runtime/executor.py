@@ -178,6 +178,7 @@ class Executor:
         self.kept: object = None
         self._stack: ExitStack | None = None
         self._last: Plan | None = None  # of the last step, if all went as it says
+        self._supposed_bytes = 0  # of a batch that nobody saw
         self._reset(None)
 
     # --- the step ---
@@ -334,6 +335,8 @@ class Executor:
         """Take hooks and mode off."""
         assert self._stack is not None
         self._fast.end(followed=self._follower.done and not self._pool.faults)
+        self._ledger.suppose(-self._supposed_bytes)
+        self._supposed_bytes = 0
         self._stack.close()
         self._stack = None
         try:
@@ -475,8 +478,17 @@ class Executor:
         self._memory.go_astray()
         self._fast.stop()
         self._staying.stop()
+        if not self._current.is_watched:
+            self._suppose_inputs()
         self._join()
         self._parking.depart()
+
+    def _suppose_inputs(self) -> None:
+        """The step will be watched: what nothing saves of a batch was read before, as much as in steps like this."""
+        kind = self._others.find(self._hooks.packs)
+        if kind is not None and not self._supposed_bytes:
+            self._supposed_bytes = kind.plan.problem.trace.unsaved_input_bytes
+            self._ledger.suppose(self._supposed_bytes)
 
     def _join(self) -> None:
         """From here on see every op, if that can be, and park on demand: nobody knows what the step will need."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -52,14 +52,22 @@ _READ_NO_DATA = frozenset(
 )
 
 
+def is_one_of(function: Any, functions: Container[Any]) -> bool:
+    """Whether a function is one of PyTorch's own that are named; others may be objects that have no hash."""
+    try:
+        return function in functions
+    except TypeError:
+        return False
+
+
 def reads_by_ops(function: Any) -> bool:
     """Whether what a function is given is read by its ops alone: it need not be there all the time."""
-    return function in _READ_BY_OPS
+    return is_one_of(function, _READ_BY_OPS)
 
 
 def reads_no_data(function: Any) -> bool:
     """Whether a function only says what a tensor is: its shape, its flags, its aliases."""
-    return getattr(function, "__name__", "") == "__get__" or function in _READ_NO_DATA
+    return getattr(function, "__name__", "") == "__get__" or is_one_of(function, _READ_NO_DATA)
 
 
 class FunctionsSeen(TorchFunctionMode):
@@ -75,7 +83,8 @@ class FunctionsSeen(TorchFunctionMode):
         kwargs = kwargs or {}
         if reads_no_data(func):
             return func(*args, **kwargs)
-        self._recorder.call(args, kwargs, reads_by_ops=reads_by_ops(func))
+        with torch._C.DisableTorchFunction():
+            self._recorder.call(args, kwargs, reads_by_ops=reads_by_ops(func))
         try:
             return func(*args, **kwargs)
         finally:

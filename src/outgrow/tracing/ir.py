@@ -171,6 +171,16 @@ class Trace:
         """Whether data decides how large anything is: another such step may need more."""
         return any(value.varies for value in self.values)
 
+    @cached_property
+    def unsaved_input_bytes(self) -> int:
+        """Bytes of what comes from outside of the step, is no training state, and nothing saves."""
+        saved = {item.value for item in self.saved}
+        return sum(
+            value.nbytes
+            for index, value in enumerate(self.values)
+            if value.birth < 0 and value.kind is Kind.INPUT and index not in saved
+        )
+
     @property
     def first_saves(self) -> list[int]:
         """For each saved tensor the number of the first one that has the same value."""

@@ -122,6 +122,10 @@ class Ledger:
         self.hidden_bytes += nbytes
         self.booked.value += nbytes
 
+    def suppose(self, nbytes: int) -> None:
+        """So many bytes are likely to be alive that nobody will show; fewer than was supposed, where negative."""
+        self.booked.value += nbytes
+
     def show_hidden(self, known: int) -> None:
         """The storages with serial numbers above `known` are some of those that were hidden."""
         for record in self._records.values():
