@@ -216,6 +216,39 @@ def test_graphs_that_are_kept_for_a_step_leave_plans_their_places(policy: Any, i
     assert summaries[-1].offloaded_bytes > 0
 
 
+class Speaker(nn.Module):
+    """Goes on with the word that it was given, or with the one that it said."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, width)
+        self.mix = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)))
+        self.say = nn.Linear(width, 32)
+
+    def forward(self, given: torch.Tensor, k: int) -> torch.Tensor:
+        draw, state, word = Random(k), torch.zeros(len(given), 256), given[:, 0]
+        said = []
+        for position in range(1, given.shape[1]):
+            state = self.mix(state + self.words(word))
+            said.append(self.say(state))
+            word = given[:, position] if draw.random() < 0.5 else said[-1].argmax(-1)
+        return F.cross_entropy(torch.stack(said, 1).flatten(0, 1), given[:, 1:].flatten())
+
+
+def test_where_a_small_index_comes_from_changes_no_kind_of_step() -> None:
+    """A window on the batch, or what the network said: both are saved as so many bytes."""
+
+    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.randint(0, 32, (32, 6), generator=torch.Generator().manual_seed(k)), k)
+        return loss
+
+    make = trained_on(Speaker, loss_of)
+    # Room for what the same step needs with other ops in it.
+    summaries = assert_equal_and_inside(make, 12, int(1.1 * budget_for(make, 0.8)))
+    assert all(planned(summaries)[2:])
+    assert summaries[-1].replans <= 3
+
+
 def thawing(after: int) -> Make:
     """Trains the last layer alone for some steps, and then all."""
 
