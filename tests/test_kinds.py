@@ -19,6 +19,7 @@ from outgrow.kinds import StepKind, Turns
 from outgrow.learning import Planner
 from outgrow.planning.plan import Plan
 from outgrow.planning.problem import Problem
+from outgrow.runtime import follower
 from outgrow.runtime.executor import Executor
 from steps import (
     Make,
@@ -235,18 +236,26 @@ class Speaker(nn.Module):
         return F.cross_entropy(torch.stack(said, 1).flatten(0, 1), given[:, 1:].flatten())
 
 
-def test_where_a_small_index_comes_from_changes_no_kind_of_step() -> None:
-    """A window on the batch, or what the network said: both are saved as so many bytes."""
-
+def speaking() -> Make:
     def loss_of(model: nn.Module, k: int) -> torch.Tensor:
         loss: torch.Tensor = model(torch.randint(0, 32, (32, 6), generator=torch.Generator().manual_seed(k)), k)
         return loss
 
-    make = trained_on(Speaker, loss_of)
+    return trained_on(Speaker, loss_of)
+
+
+def test_where_a_small_index_comes_from_changes_no_kind_of_step() -> None:
+    """A window on the batch, or what the network said: both are saved as so many bytes."""
     # Room for what the same step needs with other ops in it.
-    summaries = assert_equal_and_inside(make, 12, int(1.1 * budget_for(make, 0.8)))
+    summaries = assert_equal_and_inside(speaking(), 12, int(1.1 * budget_for(speaking(), 0.8)))
     assert all(planned(summaries)[2:])
     assert summaries[-1].replans <= 3
+
+
+def test_a_kind_that_departs_from_every_plan_is_not_planned_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "_LITTLE_SHARE", 1 << 40)  # as where the index is large
+    summaries = assert_equal_and_inside(speaking(), 20, int(1.1 * budget_for(speaking(), 0.8)))
+    assert summaries[-1].replans == summaries[11].replans <= 6
 
 
 def thawing(after: int) -> Make:

@@ -118,6 +118,11 @@ class StepKind:
         self.recent.clear()
         self.timed_steps = TIMED_STEPS
 
+    def departed(self) -> bool:
+        """A step of this kind departed from the trace where nothing saved shows it: whether to plan for it anew."""
+        self.recordings += 1
+        return self.recordings <= _MOST_RECORDINGS
+
     def distrust(self) -> None:
         """The trace proved wrong: record the next step."""
         if self.recordings < _MOST_RECORDINGS:

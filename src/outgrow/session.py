@@ -458,7 +458,7 @@ class Session:
         trace = with_lasting_state(trace)
         known = self._kinds.known(trace)
         # What is of the expected kind and departed all the same has changed where nothing that is saved shows it.
-        if known is not None and known.steady and known is not self._kinds.expected:
+        if known is not None and known.steady and (known is not self._kinds.expected or not known.departed()):
             self._kinds.learnt(known)
             return known
         # What else was made in this step and stays is there from now on.
