@@ -176,6 +176,17 @@ def test_a_search_waits_until_steps_took_five_times_as_long_as_the_last_one(trac
     assert not kind.wants_search
 
 
+def test_where_the_machine_is_as_fast_as_before_by_then_nothing_is_searched_for(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    kind.searched_seconds = kind.plan.simulate().step_seconds
+    measure(kind, budget, 3, pace=2.0, plan_seconds=1e9)
+    measure(kind, budget, 3, pace=0.5, plan_seconds=1e9)
+    assert kind.wants_search
+    measure(kind, budget, 1)
+    assert kind.searches == 0
+    assert not kind.wants_search
+
+
 def test_a_first_plan_is_made_at_once_and_a_later_one_is_refined(
     trace: outgrow.Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

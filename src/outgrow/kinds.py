@@ -47,6 +47,7 @@ class StepKind:
         plan_seconds: what planning took, the last time.
         seconds_since: what steps of this kind took since then, as far as they were timed.
         wants_search: whether another plan may be better by now.
+        searched_seconds: what a step was predicted to take when its plan was searched for; 0 if nobody knows.
         verdicts: which recipes were proved.
         recordings: how often the step was recorded anew because its plan proved wrong, and `searches` how often its
             plan was searched for again because the machine's speed had changed.
@@ -69,6 +70,7 @@ class StepKind:
     plan_seconds: float
     seconds_since: float = 0.0
     wants_search: bool = False
+    searched_seconds: float = 0.0
     verdicts: Verdicts = field(default_factory=Verdicts)
     recordings: int = 0
     searches: int = 0
@@ -115,6 +117,7 @@ class StepKind:
         self.plan, self.steady, self.fits, self.is_foreign, self.is_planned = plan, steady, False, False, True
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.seconds_since, self.wants_search = 0.0, False
+        self.searched_seconds = plan.simulate().step_seconds
         self.recent.clear()
         self.timed_steps = TIMED_STEPS
 
@@ -284,8 +287,8 @@ class Kinds:
         return found
 
     def _hope_for(self, kind: StepKind) -> None:
-        """A kind came that is not planned for: record the next few, as it may be among them."""
-        if not kind.is_planned:
+        """A kind came that is not planned for, or not as it settled: record the next few, as it may be among them."""
+        if not (kind.is_planned and kind.steady):
             self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
 
     def seen(self, came: StepKind | None, followed: StepKind | None) -> None:

@@ -137,9 +137,12 @@ class Planner:
 
     def _searches_again(self, kind: StepKind, budget_bytes: int) -> bool:
         """Take another plan, if a search finds one that is clearly better."""
-        kind.searches += 1
         kind.wants_search = False
         now, started = kind.plan.simulate(), time.perf_counter()
+        if kind.searched_seconds > 0 and abs(now.step_seconds / kind.searched_seconds - 1) <= kind.tolerance:
+            return False  # the machine is as fast as it was then once more
+        kind.searches += 1
+        kind.searched_seconds = now.step_seconds
         other = self.plan(kind.plan.problem.with_budget(budget_bytes))
         then = other.simulate()
         kind.plan_seconds, kind.seconds_since = time.perf_counter() - started, 0.0
@@ -147,6 +150,7 @@ class Planner:
             kind.tolerance *= 2
             return False
         kind.plan, kind.fits, kind.timed_steps = other, False, TIMED_STEPS
+        kind.searched_seconds = then.step_seconds
         kind.verdicts.cramped.clear()
         is_said = format_seconds(now.step_seconds)
         _LOG.info("re-planned, as steps take %s by now: %s", is_said, in_a_line(other, kind.plan_seconds))

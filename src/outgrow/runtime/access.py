@@ -84,10 +84,12 @@ class Access(TorchFunctionMode):
         # First of all: nothing that the function is given leaves to make room for the rest of it.
         parking.enter(func, args, kwargs)
         self._passes.append(torch._C._current_graph_task_id())
-        if recorder is not None:
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                recorder.call(args, kwargs, reads_by_ops=reads_by_ops(func))
+        is_told = False
         try:
+            if recorder is not None:
+                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                    recorder.call(args, kwargs, reads_by_ops=reads_by_ops(func))
+                is_told = True
             self._show(name, args, kwargs)
             # Torch's own code in Python calls functions that would be seen were the mode not off meanwhile.
             takes_functions = isinstance(func, FunctionType) and name not in _TAKES_HOOKS
@@ -95,7 +97,7 @@ class Access(TorchFunctionMode):
                 parking.give_up()  # somebody else's code runs in there
             return func(*args, **kwargs)
         finally:
-            if recorder is not None:
+            if recorder is not None and is_told:
                 recorder.returned()
             self._passes.pop()
             parking.leave()

@@ -226,7 +226,10 @@ class Pool:
         self._places.release(slot)
 
     def place(self, offset: int, nbytes: int) -> Place:
-        """The place in the next tier that the plan gave a value; another one if that is not to be had."""
+        """The place in the next tier that the plan gave a value.
+
+        Another one if that was not set aside, or if a value of an earlier step lies there.
+        """
         end = offset + slot_bytes(nbytes)
         after = bisect_right(self._occupied, offset, key=_end_of)
         if end > self._set_aside or (after < len(self._occupied) and self._occupied[after][0] < end):

@@ -24,7 +24,7 @@ class Places(Protocol):
     """A tier that gives out places: those that plans fix first, and a free list for the rest."""
 
     def plan_area(self, nbytes: int) -> int:
-        """Set `nbytes` aside for places that plans fix; how many there are now, the less while others lie there.
+        """Set `nbytes` aside for places that plans fix; how many bytes are now, fewer while other values lie there.
 
         No planned place may be in use.
         """
