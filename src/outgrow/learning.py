@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import median
 
 from outgrow.cost.hardware import Hardware
-from outgrow.kinds import TIMED_STEPS, StepKind
+from outgrow.kinds import SEARCH_TOLERANCE, TIMED_STEPS, StepKind
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.policies.auto import Auto
@@ -139,7 +139,7 @@ class Planner:
         """Take another plan, if a search finds one that is clearly better."""
         kind.wants_search = False
         now, started = kind.plan.simulate(), time.perf_counter()
-        if kind.searched_seconds > 0 and abs(now.step_seconds / kind.searched_seconds - 1) <= kind.tolerance:
+        if kind.searched_seconds > 0 and abs(now.step_seconds / kind.searched_seconds - 1) <= SEARCH_TOLERANCE:
             return False  # the machine is as fast as it was then once more
         kind.searches += 1
         kind.searched_seconds = now.step_seconds
