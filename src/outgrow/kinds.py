@@ -287,8 +287,8 @@ class Kinds:
         return found
 
     def _hope_for(self, kind: StepKind) -> None:
-        """A kind came that is not planned for, or not as it settled: record the next few, as it may be among them."""
-        if not (kind.is_planned and kind.steady):
+        """A kind came that is not planned for: record the next few, as it may be among them."""
+        if not kind.is_planned:
             self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
 
     def seen(self, came: StepKind | None, followed: StepKind | None) -> None:

@@ -71,14 +71,6 @@ def _wanted_back(plan: Plan) -> dict[tuple[int, str, int], int]:
     return wanted
 
 
-def concerned(plan: Plan) -> set[int]:
-    """The values that a plan moves, those that it makes others from, and those that the cache is to send away."""
-    recipes = (plan.problem.recipes.find(item.value) for item in plan.recomputes)
-    moved = {item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items}
-    moved.update(*(recipe.sources for recipe in recipes if recipe is not None))
-    return moved.union(plan.prediction.evicted)
-
-
 def stays_of(plan: Plan) -> list[int]:
     """Of each saved tensor, whether it stays: the plan neither moves its value nor makes anything anew from that.
 
@@ -86,10 +78,14 @@ def stays_of(plan: Plan) -> list[int]:
     leave, else 0. What the cache is foretold to send away does not stay.
     """
     problem = plan.problem
-    moved = concerned(plan)
+    saved = problem.trace.saved
+    recipes = (problem.recipes.find(item.value) for item in plan.recomputes)
+    moved = {item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items}
+    moved.update(*(recipe.sources for recipe in recipes if recipe is not None))
+    moved.update(plan.prediction.evicted)
     counted = set(moved)
     found: list[int] = []
-    for item in problem.trace.saved:
+    for item in saved:
         is_new = item.value not in counted and problem.is_movable(item.value)
         counted.add(item.value)
         nbytes = problem.trace.values[item.value].nbytes if is_new else 0

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from outgrow.planning.agenda import BACK, actions_of, concerned
+from outgrow.planning.agenda import BACK, actions_of
 from outgrow.planning.plan import Plan
-from outgrow.runtime.by_plan import ByPlan
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.handles import Handle
@@ -18,9 +17,6 @@ from outgrow.runtime.recompute import Recomputer
 from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.staying import Stay, Ticks
 from outgrow.tracing.ir import Event
-
-# Values of this share of the budget or less are small.
-_LITTLE_SHARE = 1024
 
 
 class Follower:
@@ -36,7 +32,6 @@ class Follower:
         self._recomputer = recomputer
         self._reuser = reuser
         self._demand = demand
-        self._known: ByPlan[set[int]] = ByPlan()
         self.begin(None)
 
     def begin(self, plan: Plan | None, tick: int = 0) -> None:
@@ -96,12 +91,16 @@ class Follower:
             return False
         tick = trace.ticks[number]
         saved = trace.saved[tick.saved]
-        varies = trace.values[saved.value].varies
+        value = trace.values[saved.value]
         if tick.event is not event or tick.saved != handle.number:
             return False
-        if saved.nbytes != handle.nbytes and not varies:
+        if saved.nbytes != handle.nbytes and not value.varies:
             return False
-        if entry is not None and self._is_another(saved.value, entry):
+        if entry is not None and (
+            (entry.nbytes != value.nbytes and not value.varies)  # a window as large as before on a larger storage
+            or self._entry_for(saved.value, entry) is not entry
+            or not self._parking.agrees(saved.value, entry)
+        ):
             return False
         try:
             for action, moved, offset in self._actions.get(number, ()):
@@ -114,32 +113,6 @@ class Follower:
         finally:
             ticks.waits = bool(self._deferred)
         return True
-
-    def _is_another(self, number: int, entry: Entry) -> bool:
-        """Whether an entry is not that of value `number` of the trace, where that matters.
-
-        It does not if the plan does nothing with either and both are small: an index may be a window on the batch, or
-        come from what the network said.
-        """
-        assert self._plan is not None
-        problem = self._plan.problem
-        value = problem.trace.values[number]
-        little = problem.budget_bytes // _LITTLE_SHARE
-        if max(entry.nbytes, value.nbytes) <= little and number not in self._concerned(self._plan):
-            return False
-        return (
-            (entry.nbytes != value.nbytes and not value.varies)  # a window as large as before on a larger storage
-            or self._entry_for(number, entry) is not entry
-            or not self._parking.agrees(number, entry)
-        )
-
-    def _concerned(self, plan: Plan) -> set[int]:
-        """What the plan has to know the entries of."""
-        known = self._known.find(plan)
-        if known is None:
-            known = concerned(plan)
-            self._known.add(plan, known)
-        return known
 
     def _entry_for(self, value: int, entry: Entry) -> Entry:
         """The entry of a value of the trace: the one that was seen first, while autograd wants it, else this one."""
