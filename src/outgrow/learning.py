@@ -36,7 +36,7 @@ _PEAK_TOLERANCE = 0.02
 # end.
 _MOST_SEARCHES = 4
 # Nor is it before steps took so many times as long as the last search: there may be few left.
-_STEPS_PER_SEARCH = 5
+_TRAINING_PER_SEARCH = 5
 # Another plan must be this much faster: its recipes have to be proved, and memory has to settle once more.
 _WORTH_CHANGING = 0.97
 
@@ -103,7 +103,7 @@ class Planner:
         kind.seconds_since += outcome.seconds
         if self._sets_right(kind, outcome, hardware):
             kind.wants_search = True
-        if not kind.wants_search or kind.seconds_since < _STEPS_PER_SEARCH * kind.plan_seconds:
+        if not kind.wants_search or kind.seconds_since < _TRAINING_PER_SEARCH * kind.plan_seconds:
             return False
         return self._searches_again(kind, budget_bytes)
 

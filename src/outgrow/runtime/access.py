@@ -55,9 +55,8 @@ class Access(TorchFunctionMode):
         super().__init__()
         self._parking = parking
         self._recorder = recorder
-        self._passes: list[
-            int
-        ] = []  # of each function that runs the backward pass that it was called in, -1 for none
+        # Of each function that runs, the backward pass that it was called in; -1 for none.
+        self._passes: list[int] = []
         parking.is_watched = self._is_on
 
     def _is_on(self) -> bool:
