@@ -147,11 +147,11 @@ def test_where_the_disk_became_slow_another_plan_is_taken(trace: outgrow.Trace) 
     kind, budget = kind_of(trace)
     before = kind.plan
     assert before.offloads
-    kind.verdicts.good.add(3)
+    kind.verdicts.good[3] = 8
     kind.verdicts.cramped[4] = 3
     changed = measure(kind, budget, 3, pace=1.5, hardware=NO_LINK)
     assert changed == [False, False, True]
-    assert kind.verdicts.good == {3}
+    assert kind.verdicts.good == {3: 8}
     assert not kind.verdicts.cramped  # under another plan there may be room
     assert len(kind.plan.offloads) < len(before.offloads)
 
@@ -226,7 +226,7 @@ def test_a_peak_that_was_not_foreseen_is_recorded_four_times_at_most(trace: outg
 
 def test_proofs_last_while_the_forward_pass_is_the_same(trace: outgrow.Trace) -> None:
     kind, _ = kind_of(trace)
-    kind.verdicts.good.add(3)
+    kind.verdicts.good[3] = 8
     kind.verdicts.cramped[4] = 3
 
     def learn(recorded: outgrow.Trace) -> None:
@@ -234,7 +234,7 @@ def test_proofs_last_while_the_forward_pass_is_the_same(trace: outgrow.Trace) ->
         kind.learn(plan, steady=True, measured_peak=0, plan_seconds=0.0)
 
     learn(trace.with_ops([replace(op, seconds=1.0) for op in trace.ops]))
-    assert kind.verdicts.good == {3}
+    assert kind.verdicts.good == {3: 8}
     assert not kind.verdicts.cramped
     first = next(number for number, op in enumerate(trace.ops) if op.phase is Phase.FORWARD)
     learn(trace.with_ops([replace(op, name="aten.other") if n == first else op for n, op in enumerate(trace.ops)]))

@@ -588,7 +588,7 @@ def test_a_step_that_left_the_plan_writes_over_nothing(overwrites: list[str]) ->
     wide, narrow = torch.ones(WIDTH), torch.ones(1)
 
     def function(x: torch.Tensor, k: int) -> torch.Tensor:
-        return torch.relu(x * (wide if k < 4 else narrow))  # the same ops; but what is saved has another size
+        return torch.relu(x * (narrow if k < 4 else wide))  # the same ops; but what is saved is larger
 
     torch.manual_seed(0)
     model = Net(function)

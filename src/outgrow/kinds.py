@@ -9,7 +9,7 @@ from itertools import count
 
 from outgrow.planning.plan import Plan
 from outgrow.runtime.recompute import Verdicts
-from outgrow.tracing.ir import Event, Phase, Trace
+from outgrow.tracing.ir import Event, Fit, Phase, Trace
 
 # Where a kind begins to look for another plan: when its times are so far from the prediction.
 SEARCH_TOLERANCE = 0.10
@@ -19,6 +19,8 @@ TIMED_STEPS = 3
 _MOST_RECORDINGS = 4
 # After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
 _RECORDINGS_AFTER_DEPARTURE = 8
+# After one that went by the plan of a smaller one, in the hope of one that is as large.
+_RECORDINGS_AFTER_LARGER = 4
 # After a step that turned out to be of another kind, so many are watched from their begin.
 _WATCHED_AFTER_TURN = 16
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
@@ -28,8 +30,16 @@ _MOST_KINDS = 32
 _RECENT_STEPS = 8
 # A guess that is followed by another one so soon was wrong.
 _GUESS_STEPS = 2
-# Where so many kinds in a row came once only, a new one is planned for when it comes again: ragged batches never do.
+# Where so many kinds in a row came once only, a new one is planned for when it comes again, if it is not like another
+# but for its sizes.
 _STRANGERS = 3
+# What a step saves, as a share of what that one saves that its plan was made for: from here on it is nearly as large,
+# and below that another plan would move less.
+_NEARLY, _MUCH_SMALLER = 0.9, 0.75
+# Where more than half of so many steps were of sizes that nobody knew, most of those to come will be.
+_STRANGE_STEPS = 16
+# Sizes that came so often among so many such steps are worth a plan of their own.
+_FREQUENT, _SIZES = 3, 32
 # Situations after which it is remembered what came; more than that have no pattern.
 _MOST_SITUATIONS = 1 << 12
 
@@ -56,10 +66,12 @@ class StepKind:
         recent: times and stalls of the last steps under this plan, in seconds, `timed_steps` at most: so many are
             asked before times are set right.
         fits: the plan was seen to fit: a step that could have parked more than it had no need to.
+        held: bytes of what was saved by the largest step that is smaller, went by the plan, and was seen to fit.
         is_foreign: the plan's trace is not this session's, whose storages have other numbers.
         number: which one it is; 0 before the session knows it.
         met: how many steps of this kind there were.
         is_planned: whether a plan was searched for; else the cache decides until it comes again.
+        is_resized: when it was met first, there was one that differs from it in its sizes alone.
         syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
     """
 
@@ -78,10 +90,12 @@ class StepKind:
     recent: list[tuple[float, float]] = field(default_factory=list)
     timed_steps: int = TIMED_STEPS
     fits: bool = False
+    held: tuple[int, ...] = ()
     is_foreign: bool = False
     number: int = 0
     met: int = 0
     is_planned: bool = True
+    is_resized: bool = False
     syncs: tuple[bool, ...] = ()
 
     def begins_with(self, packs: Sequence[int]) -> bool:
@@ -91,6 +105,28 @@ class StepKind:
     def is_of(self, packs: Sequence[int]) -> bool:
         """Whether a step that saved tensors of so many bytes is of this kind."""
         return len(packs) == len(self.packs) and self.begins_with(packs)
+
+    def holds(self, packs: Sequence[int]) -> bool:
+        """Whether steps that begin by saving tensors of so many bytes are known to fit."""
+        return self.fits or (
+            len(packs) <= len(self.held)
+            and all(nbytes <= held for nbytes, held in zip(packs, self.held, strict=False))
+        )
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all tensors that it saves."""
+        return self.plan.problem.trace.saved_bytes
+
+    @property
+    def least_saved_bytes(self) -> int:
+        """A step that saves less than this is better off with another plan."""
+        return 0 if self.plan.keeps_everything else int(_MUCH_SMALLER * self.saved_bytes)
+
+    @property
+    def likely_fits(self) -> bool:
+        """Whether it was seen to fit, or nearly as large a step was."""
+        return self.fits or sum(self.held) >= _NEARLY * self.saved_bytes
 
     def is_like(self, trace: Trace) -> bool:
         """Whether the step of a trace is of this kind: two may save the same, and differ in their backward passes."""
@@ -115,6 +151,7 @@ class StepKind:
         self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
         self.verdicts.cramped.clear()  # another plan has room elsewhere
         self.plan, self.steady, self.fits, self.is_foreign, self.is_planned = plan, steady, False, False, True
+        self.held = ()
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.seconds_since, self.wants_search = 0.0, False
         self.searched_seconds = plan.simulate().step_seconds
@@ -177,7 +214,7 @@ class Kinds:
         expected: what the step that is open, or the next one, is thought to be; None before anything is known.
         steps: how many ended without an error.
         syncs: whether that step exchanges gradients (`StepKind.syncs`).
-        has_turned: that step was thought to be of another kind when it began.
+        has_turned: that step was thought to be of another kind, or of other sizes, when it began.
     """
 
     def __init__(self, syncs: tuple[bool, ...], make_way: Callable[[int], None]) -> None:
@@ -195,6 +232,8 @@ class Kinds:
         self._recent: deque[int] = deque(maxlen=_RECENT_STEPS)  # the numbers of the kinds that came last
         self._recordings_left = 1
         self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
+        self._strange: deque[bool] = deque(maxlen=_STRANGE_STEPS)  # whether nobody knew the kinds of the last steps
+        self._sizes: deque[int] = deque(maxlen=_SIZES)  # hashes of what those saved
 
     def expect(self, plan: Plan) -> None:
         """A plan is there before the first step: it is followed at once, and trusted as far as its trace is."""
@@ -218,7 +257,7 @@ class Kinds:
     def should_record(self) -> bool:
         """Whether the step that begins should be recorded."""
         awaits_stranger = self._stranger_at > 0 and self.steps + 1 - self._stranger_at == self._stranger_gap
-        is_settled = self.expected is not None and self.expected.steady
+        is_settled = self.expected is not None and (self.expected.steady or self.are_ragged)
         return not is_settled or self._recordings_left > 0 or awaits_stranger
 
     def known(self, trace: Trace) -> StepKind | None:
@@ -231,18 +270,73 @@ class Kinds:
         latest = self._all[:_STRANGERS]
         return len(latest) < _STRANGERS or any(kind.met > 1 for kind in latest)
 
-    def find(self, packs: Sequence[int]) -> StepKind | None:
-        """Another kind than is expected, the most frequent whose steps begin by saving this."""
-        others = (kind for kind in self._such() if kind is not self.expected and kind.begins_with(packs))
-        return max(others, key=self._frequency, default=None)
+    @property
+    def are_ragged(self) -> bool:
+        """Whether the next step is of sizes that nobody knows, for all that came lately: batches as data has them."""
+        are_strange = not self.come_again or 2 * sum(self._strange) > _STRANGE_STEPS
+        return are_strange and any(kind.is_resized for kind in self._all[:_STRANGERS])
 
-    def turn_to(self, kind: StepKind) -> None:
-        """The step that is open proves to be of this kind."""
-        if kind.plan.spill_bytes:
-            self._make_way(kind.plan.spill_bytes)
+    def find(self, packs: Sequence[int]) -> StepKind | None:
+        """Another kind than is expected, the most frequent whose steps begin by saving this.
+
+        Where there is none, the smallest that saves more; or, where batches are ragged, the largest that saves the
+        same in other sizes. Either may be the expected one.
+        """
+        known = [kind for kind in self._such() if len(packs) <= kind.plan.problem.trace.saved_first]
+        fits = [(kind, kind.plan.problem.trace.fit_of(packs)) for kind in known]
+        exact = (kind for kind, fit in fits if fit is Fit.EXACT and kind is not self.expected)
+        smaller = (kind for kind, fit in fits if fit is Fit.SMALLER)
+        others = (kind for kind, fit in fits if fit is Fit.OTHER and kind.plan.evicts and self.are_ragged)
+        return (
+            max(exact, key=self._frequency, default=None)
+            or min(smaller, key=lambda kind: kind.saved_bytes, default=None)
+            or max(others, key=lambda kind: kind.saved_bytes, default=None)
+        )
+
+    def turn_to(self, kind: StepKind, fit: Fit = Fit.EXACT) -> None:
+        """The step that is open proves to be of this kind, or like it but for its sizes."""
+        if kind is not self.expected:
+            if kind.plan.spill_bytes:
+                self._make_way(kind.plan.spill_bytes)
+            self._turned_at = self.steps
         self.expected, self.has_turned = kind, True
-        self._turned_at = self.steps
-        self._hope_for(kind)
+        if fit is Fit.EXACT:
+            self._hope_for(kind)
+
+    def like(self, trace: Trace) -> list[StepKind]:
+        """Those whose steps differ from that of a trace in their sizes alone."""
+        order = _order(trace)
+        others = ((kind, kind.plan.problem.trace) for kind in self._such())
+        return [kind for kind, other in others if other.fit_of(trace.packs) is not None and _order(other) == order]
+
+    def covering(self, trace: Trace, like: Sequence[StepKind]) -> StepKind | None:
+        """Of kinds that are `like` a trace one whose plan will do for its step; None if that is worth its own."""
+        if not self.are_ragged or self._are_frequent(trace.packs):
+            return None
+        others = (
+            kind
+            for kind in like
+            if kind.least_saved_bytes <= trace.saved_bytes
+            and kind.plan.problem.trace.fit_of(trace.packs) is Fit.SMALLER
+        )
+        return min(others, key=lambda kind: kind.saved_bytes, default=None)
+
+    def resembled(self, packs: tuple[int, ...], fit: Fit) -> None:
+        """A step went by the plan of the expected kind, but for its sizes, which nobody knows.
+
+        The next few are recorded where they may come again, or where another plan would be better.
+        """
+        kind = self.expected
+        assert kind is not None
+        if not self.are_ragged or self._are_frequent(packs):
+            self._is_stranger()
+        elif fit is Fit.OTHER:
+            self._recordings_left = max(self._recordings_left, _RECORDINGS_AFTER_LARGER)
+        elif sum(packs) < kind.least_saved_bytes:
+            self._recordings_left = max(self._recordings_left, 1)
+
+    def _are_frequent(self, packs: tuple[int, ...]) -> bool:
+        return self._sizes.count(hash(packs)) >= _FREQUENT
 
     @property
     def any_parks(self) -> bool:
@@ -281,22 +375,31 @@ class Kinds:
             self._turned_at = self.steps
             self._hope_for(found)
         else:
-            self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
-            self._stranger_gap = self.steps - self._stranger_at
-            self._stranger_at = self.steps
+            self._is_stranger()
         return found
+
+    def _is_stranger(self) -> None:
+        """A step came that nobody knew: its kind may come again soon, or as far ahead as the last such was ago."""
+        self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
+        self._stranger_gap = self.steps - self._stranger_at
+        self._stranger_at = self.steps
 
     def _hope_for(self, kind: StepKind) -> None:
         """A kind came that is not planned for: record the next few, as it may be among them."""
         if not kind.is_planned:
             self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
 
-    def seen(self, came: StepKind | None, followed: StepKind | None) -> None:
-        """A step of kind `came` is over (None: nobody knows it); it was thought to be of the kind `followed`."""
-        number = 0
-        if came is not None:
-            number = came.number
+    def seen(self, came: StepKind | None, followed: StepKind | None, packs: tuple[int, ...]) -> None:
+        """A step of kind `came`, or of one like it but for sizes, is over (None: nobody knows it).
+
+        It was thought to be of the kind `followed`, and saved tensors of so many bytes.
+        """
+        number = 0 if came is None else came.number
+        is_exact = came is not None and came.is_of(packs)
+        if came is not None and is_exact:
             came.met += 1
+        self._strange.append(came is None or came.met < 2 or not is_exact)
+        self._sizes.append(hash(packs))
         self._recent.append(number)
         if followed is not None and self.expected is not None:
             # What comes most is what comes next; of two that come as often, the latest.

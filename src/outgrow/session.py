@@ -50,7 +50,7 @@ from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.summary import Summary
 from outgrow.tracing.capture import as_sequence, storage_kinds, training_state
 from outgrow.tracing.compiled import compiled_modules
-from outgrow.tracing.ir import Kind, Trace
+from outgrow.tracing.ir import Fit, Kind, Trace
 from outgrow.tracing.ledger import Ledger
 from outgrow.tracing.liveness import with_lasting_state
 from outgrow.tracing.recorder import ModuleNames, Recorder
@@ -361,7 +361,8 @@ class Session:
         verdicts = Verdicts() if kind is None else kind.verdicts
         if self._recorder is not None:
             self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
-        fits, is_foreign = kind is not None and kind.fits, kind is not None and kind.is_foreign
+        fits = kind is not None and (kind.likely_fits if self._kinds.are_ragged else kind.fits)
+        is_foreign = kind is not None and kind.is_foreign
         self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch, fits=fits, is_foreign=is_foreign)
         self._begun = plan
 
@@ -406,6 +407,12 @@ class Session:
             # What was proved will be dropped from now on, and wants room when it is made anew.
             fits = outcome.fits or (expected.fits and not outcome.proved)
             expected.fits = fits and not plan.problem.trace.varies  # the next one may be larger
+        if outcome.followed and outcome.fit is not Fit.EXACT:
+            assert expected is not None
+            if outcome.fits and sum(outcome.packs) > sum(expected.held):
+                expected.held = outcome.packs
+            self._kinds.resembled(outcome.packs, outcome.fit)
+            plan = None  # what it predicts is not for such sizes
         is_known_well = outcome.followed and expected is not None and expected.steady
         came = expected if outcome.followed else None
         if recorder is not None and not is_known_well:
@@ -414,7 +421,7 @@ class Session:
                 came = self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
         elif not outcome.followed:
             came = self._kinds.departed(outcome.packs)
-        self._kinds.seen(came, expected)
+        self._kinds.seen(came, expected, outcome.packs)
         # What was recorded is planned for by now.
         may_adapt = (recorder is None or is_known_well) and not self._kinds.has_turned
         self._untimed = (expected, plan, outcome, may_adapt)
@@ -461,6 +468,11 @@ class Session:
         if known is not None and known.steady and (known is not self._kinds.expected or not known.departed()):
             self._kinds.learnt(known)
             return known
+        like = [] if known is not None else self._kinds.like(trace)
+        covering = self._kinds.covering(trace, like)
+        if covering is not None:
+            self._kinds.learnt(covering)
+            return covering
         # What else was made in this step and stays is there from now on.
         base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1) - self._passing_bytes(trace))
         # Blocks in use are larger than what lies in them, never by quite as much.
@@ -469,12 +481,15 @@ class Session:
         usual = _LEAST_BASE_BYTES if known is None else max(_LEAST_BASE_BYTES, known.plan.problem.base_bytes)
         steady = known is not None and base <= usual + jitter and not outcome.blind
         # The step in which gradients are laid out anew runs ops that no other step does.
+        is_for_many = bool(like) and self._kinds.are_ragged  # it may never come again, and smaller ones will
         steady = steady and self._wrappers.layouts() == self._layouts
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
-        is_planned = known is not None or self._kinds.come_again or not self._planner.searches
+        comes_again = known is not None or self._kinds.come_again
+        is_planned = comes_again or is_for_many or not self._planner.searches
         with self._interrupts.let_in():
             if is_planned:
-                plan = self._planner.plan(problem, at_once=known is None)  # the next such step is recorded, too
+                at_once = known is None and not is_for_many  # the next such step is recorded, too
+                plan = self._planner.plan(problem, at_once=at_once)
             else:
                 plan = self._planner.without_search(problem)
         if steady or not plan.evicts:
@@ -488,6 +503,7 @@ class Session:
                 outcome.peak_bytes,
                 seconds,
                 is_planned=is_planned,
+                is_resized=bool(like),
                 syncs=self._kinds.syncs,
             )
             sizes = (len(trace.ops), len(trace.saved), format_bytes(outcome.peak_bytes))

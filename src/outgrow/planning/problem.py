@@ -22,7 +22,6 @@ LEAST_MOVED_BYTES = 4096
 # A budget that nothing exceeds, in bytes.
 BOUNDLESS = 1 << 62
 
-_MOVABLE = frozenset({Kind.ACTIVATION, Kind.INPUT, Kind.TEMPORARY})
 _LET_GO = frozenset({Kind.ACTIVATION, Kind.TEMPORARY})
 # Training state that ops read and write; buffers are written to unseen by some.
 STATE = frozenset({Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER})
@@ -120,7 +119,7 @@ class Problem:
         for index, ticks in packs.items():
             value = self.trace.values[index]
             back = unpacks.get(index)
-            if value.kind not in _MOVABLE or value.nbytes < self.least_moved_bytes or back is None:
+            if value.kind.lasts or value.nbytes < self.least_moved_bytes or back is None:
                 continue
             before = [tick for tick in ticks if tick < back]
             if before:
@@ -195,7 +194,7 @@ class Problem:
     def is_movable(self, value: int) -> bool:
         """Whether a saved value may leave the device at all."""
         record = self.trace.values[value]
-        return record.kind in _MOVABLE and record.nbytes >= self.least_moved_bytes
+        return not record.kind.lasts and record.nbytes >= self.least_moved_bytes
 
 
 def reading(function: Callable[[Problem], _Found]) -> Callable[[Problem], _Found]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from outgrow.tracing.ir import Trace
 from outgrow.tracing.ops import OpFacts, nbytes_of, outputs_of, parts_of, tensors_in
 
 
@@ -22,7 +23,8 @@ class Need:
 
     `certain_bytes` are its outputs at least; `likely_bytes` has the workspace too, measured or guessed. Where output
     sizes depend on data, `likely_bytes` is the most so far and never counts as measured, although such an op was
-    `seen` to run. `is_open` is what takes a workspace only of what is free, another one each time.
+    `seen` to run. `is_open` is what takes a workspace only of what is free, another one each time. Where it is the
+    need of the same op on a larger batch, `beside_bytes` of it are workspace.
     """
 
     certain_bytes: int
@@ -31,6 +33,7 @@ class Need:
     depends_on_data: bool = False
     is_open: bool = False
     seen: bool = False
+    beside_bytes: int | None = None
 
 
 # What views and ops that write over their input add.
@@ -44,6 +47,25 @@ _PLACE_OF_WEIGHT = {"aten.convolution.default": 1, "aten.convolution_backward.de
 # Guesses of fewer bytes than this teach nothing, and no lesson goes further.
 _LITTLE = 4096
 _MOST_TAUGHT = 32.0
+
+
+class Precedent:
+    """A step on a larger batch: what its ops needed bounds the needs of ours, which nobody measured."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._ops = trace.ops
+        self._values = trace.values
+
+    def before(self, number: int, name: str, given_bytes: int) -> Need | None:
+        """What op `number` of the step, which reads so many bytes, needs at most; None if it is another op."""
+        if number >= len(self._ops) or self._ops[number].name != name:
+            return None
+        op, values = self._ops[number], self._values
+        if given_bytes > sum(values[index].nbytes for index in op.inputs):
+            return None
+        made = sum(values[index].nbytes for index in op.outputs if values[index].version == 0)
+        beside = op.workspace_bytes
+        return Need(0, made + beside, measured=True, seen=True, beside_bytes=beside)
 
 
 class OpNeeds:
@@ -73,7 +95,7 @@ class OpNeeds:
         if self._device_type != "cpu" and not _is_on(self._device_type, args, kwargs):
             return None, NOTHING
         sizes = tuple(args) if facts.sized_by_floats else ()
-        signature = (facts.name, _signature(args), _signature(tuple(kwargs.items())) if kwargs else (), sizes)
+        signature = (*signature_of(facts.name, args, kwargs), sizes)
         need = self._needs.get(signature)
         if need is None:
             if len(self._needs) >= _MOST_SIGNATURES:
@@ -138,8 +160,12 @@ def _is_on(device_type: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return any(tensor.device.type == device_type for tensor in tensors_in(args, kwargs))
 
 
-def _signature(items: Sequence[Any]) -> Hashable:
+def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
     """What tells two calls apart as far as memory goes."""
+    return name, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
+
+
+def _signature(items: Sequence[Any]) -> Hashable:
     return tuple([_item_signature(item) for item in items])
 
 

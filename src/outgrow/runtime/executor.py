@@ -22,6 +22,7 @@ from outgrow.planning.agenda import actions_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.calls import Calls
+from outgrow.runtime.care import Precedent
 from outgrow.runtime.clock import DeviceClock
 from outgrow.runtime.compiled import CompiledCode
 from outgrow.runtime.convolutions import Convolutions
@@ -45,7 +46,7 @@ from outgrow.runtime.runner import Runner
 from outgrow.runtime.staying import Stay
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.watch import Watch
-from outgrow.tracing.ir import Event, Kind
+from outgrow.tracing.ir import Event, Fit, Kind
 from outgrow.tracing.ledger import Ledger
 from outgrow.tracing.ops import OpTable, tensors_in
 from outgrow.tracing.recorder import Recorder
@@ -61,22 +62,22 @@ class Known(Protocol):
     @property
     def verdicts(self) -> Verdicts: ...
     @property
-    def fits(self) -> bool: ...
-    @property
     def is_foreign(self) -> bool: ...
+    def holds(self, packs: Sequence[int], /) -> bool: ...
 
 
 _Known = TypeVar("_Known", bound=Known)
 
 
 class Others(Protocol[_Known]):
-    """The kinds of step that are known, but for the one that the step was thought to be of."""
+    """The kinds of step that are known."""
 
     def find(self, packs: Sequence[int]) -> _Known | None:
-        """One whose steps begin by saving tensors of so many bytes."""
+        """Another one than was expected, whose steps begin by saving tensors of so many bytes; or one for sizes that
+        nobody knows, made for larger ones if there is such."""
 
-    def turn_to(self, kind: _Known, /) -> None:
-        """The step is of that kind."""
+    def turn_to(self, kind: _Known, fit: Fit, /) -> None:
+        """The step is of that kind, or like it but for sizes."""
 
     @property
     def any_parks(self) -> bool:
@@ -295,7 +296,7 @@ class Executor:
             self._reset(None)
             raise
         unsaid = self._calls.unsaid_refusals() if self._memory.is_counted else 0
-        if self._follower.done and not (self._pool.faults or unsaid):
+        if self._follower.done and self._follower.fit is Fit.EXACT and not (self._pool.faults or unsaid):
             self._last = self._follower.plan
         self._close_stack()
         proved = self._recomputer.proofs + self._parking.proofs > 0
@@ -315,6 +316,7 @@ class Executor:
             knows_peak=knows_peak,
             blind=current.is_blind,
             followed=self._follower.done,
+            fit=self._follower.fit,
             proved=proved,
             unseen=self._unseen,
             fits=self._demand.on and not (self._demand.nbytes or self._pool.faults or proved),
@@ -359,6 +361,7 @@ class Executor:
         self._hooks.forget()
         self._is_counted_by_blocks = self._unseen = False
         self._follower.begin(plan)
+        self._runner.goes_by(None)
         verdicts = verdicts or Verdicts()
         self._recomputer.begin(plan, current.kinds, verdicts)
         self._reuser.begin(plan, current.kinds)
@@ -442,18 +445,24 @@ class Executor:
         if self._current.recording is not None or self._compiled or ticks.tick != ticks.number:
             return False  # what is recorded tells more without; and where something was unpacked, much was missed
         other = self._others.find(hooks.packs)
-        if other is None or (_lends(other.plan) and not self._saw_functions):
+        fit = None if other is None else other.plan.problem.trace.fit_of(hooks.packs)
+        if other is None or fit is None or (fit is Fit.OTHER and not self._current.is_watched):
+            return False
+        if other.plan is self._follower.plan:
+            return self._goes_on(other, fit, event, handle, entry)
+        if _lends(other.plan) and not self._saw_functions:
             return False
         if self._parking.has_planned_places:  # where the other plan may put its own
             return False
         watched = self._current.is_watched
         if not watched and other.plan.needs_watch:  # ops are numbered where they are watched
             return False
-        on_demand = watched and self._can_park and not (other.fits and _begins_at(other.plan, ticks.tick - 1))
+        holds = other.holds(hooks.packs) and _begins_at(other.plan, ticks.tick - 1)
+        on_demand = watched and self._can_park and not holds
         parks = on_demand or self._parking.is_for(other.plan)
         if watched and not self._join_modes(parks=parks):
             return False
-        self._others.turn_to(other)
+        self._others.turn_to(other, fit)
         plan, kinds, where = other.plan, self._current.kinds, self._follower.where()
         _LOG.debug("the step departs from its trace %s, and goes by the plan of another kind of step", where)
         self._staying.stop()
@@ -465,15 +474,41 @@ class Executor:
         if on_demand:
             self._park_on_demand()
         else:
-            self._staying.begin(plan, kinds, watched=watched)
+            self._staying.begin(plan, kinds, watched=watched, fit=fit)
         self._follower.begin(plan, ticks.tick - 1)
+        self._takes_sizes(fit)
         return self._follower.advance(event, handle, entry)
+
+    def _goes_on(self, kind: Known, fit: Fit, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
+        """Whether the step, which saves what its plan's step saves but in other sizes, goes on by that plan."""
+        if self._follower.fit is fit:
+            return False
+        self._others.turn_to(kind, fit)
+        self._memory.go_astray()
+        if self._staying.is_on:
+            self._staying.stop()
+            self._staying.begin(kind.plan, self._current.kinds, watched=self._current.is_watched, fit=fit)
+        if self._current.is_watched and not kind.holds(self._hooks.packs):
+            self._park_on_demand()
+        self._staying.ticks.tick -= 1
+        self._takes_sizes(fit)
+        return self._follower.advance(event, handle, entry)
+
+    def _takes_sizes(self, fit: Fit) -> None:
+        """From here on the step may save other sizes than its plan's: what was known of ops by those is void."""
+        self._follower.fit = fit
+        if fit is not Fit.EXACT:
+            self._fast.stop()
+            plan = self._follower.plan
+            assert plan is not None
+            self._runner.goes_by(Precedent(plan.problem.trace))
 
     def _depart(self) -> None:
         """The step is not the one of the trace: leave the plan and let the cache decide from here on."""
         where = self._follower.where()
         _LOG.info("fallback: the step departs from its trace %s; the cache decides from here on", where)
         self._follower.begin(None)
+        self._runner.goes_by(None)
         self._reuser.begin(None, {})
         self._memory.go_astray()
         self._fast.stop()

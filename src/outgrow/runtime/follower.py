@@ -16,11 +16,15 @@ from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Recomputer
 from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.staying import Stay, Ticks
-from outgrow.tracing.ir import Event
+from outgrow.tracing.ir import Event, Fit, Value
 
 
 class Follower:
-    """The place that a step has reached in its plan, if it has one."""
+    """The place that a step has reached in its plan, if it has one.
+
+    Attributes:
+        fit: how the step's sizes compare with those that the plan was made for, as far as they were seen.
+    """
 
     def __init__(
         self, ticks: Ticks, pool: Pool, parking: Parking, recomputer: Recomputer, reuser: Reuser, demand: Demand
@@ -37,6 +41,7 @@ class Follower:
     def begin(self, plan: Plan | None, tick: int = 0) -> None:
         """Start at a tick; without a plan, there is none."""
         self._plan = plan
+        self.fit = Fit.EXACT
         self._ticks.tick, self._ticks.waits = tick, 0
         self._actions = {} if plan is None else actions_of(plan)
         self._entry_of: dict[int, Entry] = {}
@@ -94,10 +99,11 @@ class Follower:
         value = trace.values[saved.value]
         if tick.event is not event or tick.saved != handle.number:
             return False
-        if saved.nbytes != handle.nbytes and not value.varies:
+        if saved.nbytes != handle.nbytes and not self._suits(handle.nbytes, saved.nbytes, value):
             return False
         if entry is not None and (
-            (entry.nbytes != value.nbytes and not value.varies)  # a window as large as before on a larger storage
+            # A window may be as large as before, on a larger storage.
+            (entry.nbytes != value.nbytes and not self._suits(entry.nbytes, value.nbytes, value))
             or self._entry_for(saved.value, entry) is not entry
             or not self._parking.agrees(saved.value, entry)
         ):
@@ -113,6 +119,12 @@ class Follower:
         finally:
             ticks.waits = bool(self._deferred)
         return True
+
+    def _suits(self, nbytes: int, foreseen: int, value: Value) -> bool:
+        """Whether what is saved of a value, or is in memory of it, may be another size than was foreseen."""
+        if value.varies or self.fit is Fit.EXACT:
+            return value.varies
+        return not value.kind.lasts and (nbytes < foreseen or self.fit is Fit.OTHER)
 
     def _entry_for(self, value: int, entry: Entry) -> Entry:
         """The entry of a value of the trace: the one that was seen first, while autograd wants it, else this one."""

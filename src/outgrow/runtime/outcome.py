@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outgrow.runtime.clock import StepTimes
+from outgrow.tracing.ir import Fit
 
 
 @dataclass(frozen=True)
@@ -13,10 +14,10 @@ class StepOutcome:
 
     `fault_level` is the fewest live bytes at which an allocator refused memory, 0 if none did. `knows_peak` says that
     `peak_bytes` was measured: ops were seen, or blocks of memory counted; `blind` that a profiler of the user's hid
-    what some ops need; `followed` that every tick was the plan's; `proved` that recipes were tried beside the true
-    values, which takes time and memory that later steps will not take; `fits` that the step could have parked what
-    its plan knows nothing of, and had no need to; `unseen` that it departed from its plan where nobody could begin to
-    watch it. `failure` is why a parked value could not come back. `kept_bytes`
+    what some ops need; `followed` that every tick was the plan's, whatever the sizes, of which `fit` tells; `proved`
+    that recipes were tried beside the true values, which takes time and memory that later steps will not take; `fits`
+    that the step could have parked what its plan knows nothing of, and had no need to; `unseen` that it departed from
+    its plan where nobody could begin to watch it. `failure` is why a parked value could not come back. `kept_bytes`
     are of saved values that stayed. `leaving_bytes` is what copies out held at the peak: the device may have been
     that much fuller than foreseen only because the next tier was late. `times` are there where the device may still
     be at the step: its three times are not known before `timed` has waited for it.
@@ -42,6 +43,7 @@ class StepOutcome:
     leaving_bytes: int = 0
     failure: Exception | None = None
     times: StepTimes | None = None
+    fit: Fit = Fit.EXACT
 
     def timed(self) -> StepOutcome:
         """The same with its times."""

@@ -46,11 +46,12 @@ class Verdicts:
     """What became of a plan's recipes: values whose recipes gave the very same bits, and those whose did not.
 
     A value is named by the number of the first saved tensor that has it, which means the same in all traces of one
-    kind of step. `cramped` counts how often there was no room to try its recipe under the plan of now. `gradients`
-    says of gradients that are made anew, by the number of the op that makes them, whether they were the same.
+    kind of step. `good` says up to how many bytes: a larger one is proved anew. `cramped` counts how often there was
+    no room to try its recipe under the plan of now. `gradients` says of gradients that are made anew, by the number
+    of the op that makes them, whether they were the same.
     """
 
-    good: set[int] = field(default_factory=set)
+    good: dict[int, int] = field(default_factory=dict)
     bad: set[int] = field(default_factory=set)
     gradients: dict[int, bool] = field(default_factory=dict)
     cramped: Counter[int] = field(default_factory=Counter)
@@ -175,14 +176,15 @@ class Recomputer:
         recipe = self._cookbook.compile(contents, self._entry_at.get)
         if recipe is None or not recipe.states_are_as_they_were():  # a parameter was written to since
             return
-        if first_save not in self._verdicts.good and not self._verify(entry, first_save, recipe):
+        is_proved = entry.nbytes <= self._verdicts.good.get(first_save, -1)
+        if not is_proved and not self._verify(entry, first_save, recipe):
             return
         if self._pool.has_safe_copy(entry):  # the proof took room, and the cache sent this very value away for it
             return
         self._pool.drop_for(entry, recipe, self._replays.get(value, Replay.SPEED))
 
     def _verify(self, entry: Entry, first_save: int, recipe: Recipe) -> bool:
-        """The true value is still there: make it anew and compare, once for each kind of step."""
+        """The true value is still there: make it anew and compare, once for each kind of step, if none is larger."""
         true = entry.storage
         assert true is not None
         try:
@@ -195,7 +197,10 @@ class Recomputer:
             self._verdicts.cramped[first_save] += 1
             return False
         self.proofs += 1
-        (self._verdicts.good if same else self._verdicts.bad).add(first_save)
+        if same:
+            self._verdicts.good[first_save] = entry.nbytes
+        else:
+            self._verdicts.bad.add(first_save)
         return same
 
     def _are_equal(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:

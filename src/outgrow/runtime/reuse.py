@@ -21,11 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outgrow.errors import OutgrowError
 from outgrow.planning.plan import Plan
 from outgrow.planning.reuse import IN_PLACE_FORMS, InPlaceForm
+from outgrow.runtime.care import signature_of
 from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.threads import run_on_new_thread
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger
+from outgrow.tracing.ops import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def _is_last_reader(node: torch.autograd.graph.Node, form: InPlaceForm) -> bool:
 class Reuser:
     """The reuse half of an executor: which ops of this step write over their first argument.
 
-    An op is trusted once it gave the very same bits both ways, for each signature; that happens where the op first
+    An op is trusted once it gave the very same bits both ways, on no fewer numbers; that happens where the op first
     comes up in a step of a plan, recorded or not, and there it takes the memory of the plain op.
 
     Attributes:
@@ -160,7 +162,7 @@ class Reuser:
     def __init__(self, ledger: Ledger, pool: Pool) -> None:
         self._ledger = ledger
         self._pool = pool
-        self._verdicts: dict[Hashable, bool] = {}
+        self._proved: dict[Hashable, int] = {}  # on how many numbers, -1 if it gave others; by what calls are like
         self.begin(None, {})
 
     def begin(self, plan: Plan | None, kinds: Mapping[int, Kind]) -> None:
@@ -213,9 +215,10 @@ class Reuser:
             and tensor.numel() * tensor.element_size() == record.nbytes
         )
 
-    def is_proved(self, signature: Hashable) -> bool:
-        """Whether calls of this signature were seen to give the same bits in place."""
-        return self._verdicts.get(signature, False)
+    def is_proved(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether such a call was seen to give the same bits in place."""
+        like, size = _likeness(name, args, kwargs)
+        return size <= self._proved.get(like, -1)
 
     def write_over(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Run an op with its first argument's memory for its result, as a new tensor.
@@ -228,14 +231,16 @@ class Reuser:
 
     def prove(
         self,
-        signature: Hashable,
+        name: str,
         func: Any,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
         """The plain op gave `result`, and its first argument is free: do it again in place and compare, once."""
-        if signature in self._verdicts:
+        like, size = _likeness(name, args, kwargs)
+        known = self._proved.get(like, 0)
+        if known < 0 or known >= size:
             return
         with torch._C._DisableTorchDispatch():
             # The next op may go by the layout of what it is given.
@@ -245,7 +250,21 @@ class Reuser:
                     same = torch.equal(_bytes_of(_write_over(func, args, kwargs)), _bytes_of(result))
                 except (RuntimeError, MemoryError, OutgrowError):  # it has no such form after all
                     same = False
-        self._verdicts[signature] = same
+        self._proved[like] = size if same else -1
+
+
+def _likeness(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, int]:
+    """What calls are like of which one proves those on fewer numbers; and on how many this one is.
+
+    Those on tensors that are all laid out as the first are; others prove nothing but themselves.
+    """
+    first, tensors = args[0], tensors_in(args, kwargs)
+    if any(item.shape != first.shape or item.stride() != first.stride() for item in tensors):
+        return signature_of(name, args, kwargs), 1
+    strides = first.stride()
+    order = tuple(sorted(range(len(strides)), key=strides.__getitem__))
+    given = [item.dtype if isinstance(item, torch.Tensor) else item for item in args]
+    return (order, *signature_of(name, given, kwargs)), first.numel()
 
 
 def _write_over(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:

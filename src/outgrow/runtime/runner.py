@@ -10,7 +10,7 @@ import torch
 
 from outgrow.errors import OutgrowError
 from outgrow.runtime.calls import Calls
-from outgrow.runtime.care import NOTHING, Need, OpNeeds
+from outgrow.runtime.care import NOTHING, Need, OpNeeds, Precedent
 from outgrow.runtime.compiled import CompiledCode
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.current import CurrentStep
@@ -67,11 +67,16 @@ class Runner:
         self._compiled = compiled
         self._hooks = hooks
         self._interrupts = interrupts
+        self._precedent: Precedent | None = None
         self._needs = OpNeeds(
             ledger.device_type,
             searched_convolutions=convolutions.searches,
             open_convolutions=convolutions.take_what_is_free,
         )
+
+    def goes_by(self, precedent: Precedent | None) -> None:
+        """What is known of this step's ops from a larger one, if it is a smaller step."""
+        self._precedent = precedent
 
     # --- the program's ---
 
@@ -107,10 +112,10 @@ class Runner:
         contents = recomputer.contents_before(number, facts, args, kwargs, inputs) if recomputer.on else None
         newest = ledger.newest
         fast.number = number + 1
-        signature, need = self._needs.before(func, facts, args, kwargs)
+        signature, need = self._before(number, func, facts, args, kwargs, inputs)
         is_free = is_free and contents is None
         # A recorded step runs the plain ops: their trace is that of the plain step.
-        reuses = is_free and recording is None and self._reuser.is_proved(signature)
+        reuses = is_free and recording is None and self._reuser.is_proved(facts.name, args, kwargs)
         if reuses:
             need = NOTHING
         self._room.prepare(need, facts.name)
@@ -139,10 +144,12 @@ class Runner:
         if recording is not None:
             recording.end()
         if is_free and not reuses:
-            self._reuser.prove(signature, func, args, kwargs, result)
+            self._reuser.prove(facts.name, func, args, kwargs, result)
         outputs = [tensor for made in outputs_of(result) for tensor in (made, *parts_of(made))]
         for tensor in outputs:
             see(tensor)
+        if need.beside_bytes is not None:  # its results are there, and it held no more beside them
+            rise = min(rise, ledger.live_bytes - before + need.beside_bytes)
         if parking.on:
             parking.ran(number, func, facts, args, inputs, written, outputs, newest)
         if self._demand.on:
@@ -161,6 +168,23 @@ class Runner:
         if recording is not None:
             recording.tell(func, facts, args, kwargs, inputs, outputs, result, rise_bytes=rise)
         return result
+
+    def _before(
+        self,
+        number: int,
+        func: Any,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[torch.Tensor],
+    ) -> tuple[Hashable, Need]:
+        """The signature of op `number`, where something is to be learnt from it, and what it will need."""
+        if self._precedent is not None and not facts.is_view:
+            records = {record.serial: record.nbytes for record in map(self._ledger.see, inputs) if record is not None}
+            need = self._precedent.before(number, facts.name, sum(records.values()))
+            if need is not None:
+                return None, need
+        return self._needs.before(func, facts, args, kwargs)
 
     def _wants_care(self, facts: OpFacts, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
         """Whether ops like this one are never let past the mode."""

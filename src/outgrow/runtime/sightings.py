@@ -39,6 +39,7 @@ class Sightings:
         self._names: dict[int, str] = {}
         self._makers: set[int] = set()  # ops that make the storages in which those values lie
         self._gradients: set[int] = set()
+        self._lasting: set[int] = set()  # as large with any batch
         self._remakes: dict[int, Remake] = {}
         if plan is not None and plan.parks:
             found = {record.serial: record for record in ledger.alive() if record.serial in kinds}
@@ -54,6 +55,8 @@ class Sightings:
             if not may_park(problem, index):
                 continue
             self._sizes[index] = value.nbytes
+            if value.kind.lasts:
+                self._lasting.add(index)
             if value.birth < 0:
                 record = state.get(value.storage)
                 if record is not None:
@@ -79,13 +82,18 @@ class Sightings:
             return []
         gradients = []
         for place, value in self._births[number]:
-            if place < len(born) and born[place].nbytes == self._sizes[value]:
+            if place < len(born) and self._suits(born[place].nbytes, value):
                 self._records[value] = born[place]
+                self._sizes[value] = born[place].nbytes
                 if value in self._gradients:
                     gradients.append(born[place].serial)
                 if self._remade.get(value) == number and can_remake(func, args, outputs):
                     self._remakes[value] = Remake(self._ledger, func, args, outputs[0])
         return gradients
+
+    def _suits(self, nbytes: int, value: int) -> bool:
+        """Whether something of so many bytes can be a value of the plan's: in a smaller batch it may be smaller."""
+        return nbytes == self._sizes[value] or (value not in self._lasting and 0 < nbytes < self._sizes[value])
 
     def looks_out_for(self, number: int) -> bool:
         """Whether op `number` makes a value of the plan's, or the storage that a later op writes it to."""

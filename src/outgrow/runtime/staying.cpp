@@ -37,7 +37,7 @@ const c10::DispatchKeySet kWrapped({c10::DispatchKey::Batched, c10::DispatchKey:
 // What is known of a saved tensor beforehand; as in staying.py.
 struct Expected {
   int64_t role;
-  int64_t nbytes;   // of the tensor; -1 if that depends on data
+  int64_t nbytes;   // of the tensor; -1 if that depends on data, or on the batch
   int64_t counted;  // of its value, if this is the first tensor on it that is saved
   int64_t storage;  // where training state lies, once it was seen there; else 0
   int64_t value;    // of one that moves, the value that it is a window on, if others are as well; else -1
@@ -325,7 +325,8 @@ Stay* stay_for(Stays& self, PyObject* item, const Expected& next) {
   stay->number = self.number;
   stay->nbytes = static_cast<int64_t>(tensor.nbytes());
   stay->version = tensor._version();
-  self.kept_bytes += next.counted;
+  if (next.counted > 0)
+    self.kept_bytes += next.nbytes < 0 ? static_cast<int64_t>(tensor.storage().nbytes()) : next.counted;
   return stay;
 }
 

@@ -32,7 +32,7 @@ from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers.arena import ArenaCount
 from outgrow.runtime.tiers.cuda import AllocatorCount
-from outgrow.tracing.ir import Event, Kind
+from outgrow.tracing.ir import Event, Fit, Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _MODULE = "outgrow_staying"
 # The roles and columns of `Expected` in staying.cpp.
 _MOVES, _STAYS, _IS_STATE = range(3)
 _COLUMNS = 5
-_STORAGE = 3
+_NBYTES, _STORAGE = 1, 3
 
 _Hook = Callable[[Any], Any]
 
@@ -134,8 +134,8 @@ class Staying:
         if self._stays is not None:
             self._stays.on, self._stays.epoch, self._stays.packs = False, epoch, packs
 
-    def begin(self, plan: Plan, kinds: Mapping[int, Kind], *, watched: bool) -> None:
-        """The step goes by `plan`, in every particular; ops are `watched` or not.
+    def begin(self, plan: Plan, kinds: Mapping[int, Kind], *, watched: bool, fit: Fit = Fit.EXACT) -> None:
+        """The step goes by `plan`, in every particular, but for sizes if they do not `fit`; ops are `watched` or not.
 
         `kinds` tells which storages are training state, by their serial numbers.
         """
@@ -146,8 +146,14 @@ class Staying:
         if known is None:
             known = _expected(plan)
             self._known.add(plan, known)
-        self._expected, codes = known
-        stays.expect(self._expected, codes)
+        expected, codes = known
+        if fit is not Fit.EXACT:
+            expected = array("q", expected)
+            for place in range(0, len(expected), _COLUMNS):
+                if expected[place] != _IS_STATE:
+                    expected[place + _NBYTES] = -1
+        self._expected = expected
+        stays.expect(expected, codes)
         count = self._ledger.count
         stays.counts_all = isinstance(count, AllocatorCount)
         stays.count, stays.counts = (count.address, count.asks) if isinstance(count, ArenaCount) else (0, 0)
@@ -161,6 +167,11 @@ class Staying:
         self.foretells = False
         if self._stays is not None:
             self._stays.on = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any are known to stay."""
+        return self._expected is not None
 
     def has_entry(self, handle: Handle) -> None:
         """The value of a saved tensor has an entry in the pool: further ones on it may share that."""
@@ -235,7 +246,7 @@ def _expected(plan: Plan) -> tuple[array[int], array[int]]:
     expected: array[int] = array("q")
     windows = Counter(saved.value for saved in trace.saved)
     for saved, nbytes, counted in zip(trace.saved, trace.packs, stays_of(plan), strict=True):
-        is_state = trace.values[saved.value].kind not in (Kind.INPUT, Kind.ACTIVATION, Kind.TEMPORARY)
+        is_state = trace.values[saved.value].kind.lasts
         role = _MOVES if counted < 0 else _IS_STATE if is_state else _STAYS
         shared = saved.value if role == _MOVES and not is_state and windows[saved.value] > 1 else -1
         expected.extend((role, nbytes, max(0, counted), 0, shared))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,22 @@ class Kind(StrEnum):
     INPUT = "input"
     ACTIVATION = "saved"
     TEMPORARY = "temporary"
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it is there for longer than a step, and no larger with a larger batch."""
+        return self not in _OF_A_STEP
+
+
+_OF_A_STEP = frozenset({Kind.INPUT, Kind.ACTIVATION, Kind.TEMPORARY})
+
+
+class Fit(Enum):
+    """How the tensors that a step saves compare with those of a trace: training state is as large, and the others?"""
+
+    EXACT = auto()
+    SMALLER = auto()  # none is larger
+    OTHER = auto()
 
 
 class Event(StrEnum):
@@ -165,6 +181,30 @@ class Trace:
     def packs(self) -> tuple[int, ...]:
         """Bytes of each saved tensor, in order; -1 for those whose size depends on data."""
         return tuple(-1 if self.values[saved.value].varies else saved.nbytes for saved in self.saved)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Bytes of all saved tensors together."""
+        return sum(saved.nbytes for saved in self.saved)
+
+    @cached_property
+    def saved_first(self) -> int:
+        """How many tensors are saved before the first is wanted back."""
+        is_pack = (tick.event is Event.PACK for tick in self.ticks)
+        return sum(1 for _ in takewhile(bool, is_pack))
+
+    def fit_of(self, packs: Sequence[int]) -> Fit | None:
+        """How a step compares that begins by saving tensors of so many bytes; None if it is another one."""
+        if len(packs) > len(self.saved):
+            return None
+        fit = Fit.EXACT
+        for nbytes, own, saved in zip(packs, self.packs, self.saved, strict=False):
+            if own in (nbytes, -1):
+                continue
+            if self.values[saved.value].kind.lasts:
+                return None
+            fit = Fit.OTHER if nbytes > own or fit is Fit.OTHER else Fit.SMALLER
+        return fit
 
     @cached_property
     def varies(self) -> bool:
