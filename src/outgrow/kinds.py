@@ -19,8 +19,6 @@ TIMED_STEPS = 3
 _MOST_RECORDINGS = 4
 # After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
 _RECORDINGS_AFTER_DEPARTURE = 8
-# After one that went by the plan of a smaller one, in the hope of one that is as large.
-_RECORDINGS_AFTER_LARGER = 4
 # After a step that turned out to be of another kind, so many are watched from their begin.
 _WATCHED_AFTER_TURN = 16
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
@@ -234,6 +232,7 @@ class Kinds:
         self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
         self._strange: deque[bool] = deque(maxlen=_STRANGE_STEPS)  # whether nobody knew the kinds of the last steps
         self._sizes: deque[int] = deque(maxlen=_SIZES)  # hashes of what those saved
+        self._misfits, self._patience = 0, 1  # steps for which there is no good plan; and how many make one recorded
 
     def expect(self, plan: Plan) -> None:
         """A plan is there before the first step: it is followed at once, and trusted as far as its trace is."""
@@ -324,16 +323,18 @@ class Kinds:
     def resembled(self, packs: tuple[int, ...], fit: Fit) -> None:
         """A step went by the plan of the expected kind, but for its sizes, which nobody knows.
 
-        The next few are recorded where they may come again, or where another plan would be better.
+        The next few are recorded where those may come again. Where another plan would be better the next one is, in
+        the hope that it is as large; but ever more seldom, if none is.
         """
         kind = self.expected
         assert kind is not None
         if not self.are_ragged or self._are_frequent(packs):
             self._is_stranger()
-        elif fit is Fit.OTHER:
-            self._recordings_left = max(self._recordings_left, _RECORDINGS_AFTER_LARGER)
-        elif sum(packs) < kind.least_saved_bytes:
-            self._recordings_left = max(self._recordings_left, 1)
+        elif fit is Fit.OTHER or sum(packs) < kind.least_saved_bytes:
+            self._misfits += 1
+            if self._misfits >= self._patience:
+                self._misfits, self._patience = 0, 2 * self._patience
+                self._recordings_left = max(self._recordings_left, 1)
 
     def _are_frequent(self, packs: tuple[int, ...]) -> bool:
         return self._sizes.count(hash(packs)) >= _FREQUENT
@@ -356,6 +357,7 @@ class Kinds:
     def learnt(self, kind: StepKind) -> None:
         """A step was recorded, and was of this kind, which may be new."""
         if all(known is not kind for known in self._all):
+            self._misfits, self._patience = 0, 1
             self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
         self.expected = kind
 

@@ -99,7 +99,9 @@ class Follower:
         value = trace.values[saved.value]
         if tick.event is not event or tick.saved != handle.number:
             return False
-        if saved.nbytes != handle.nbytes and not self._suits(handle.nbytes, saved.nbytes, value):
+        if saved.nbytes != handle.nbytes and not (
+            self._suits(handle.nbytes, saved.nbytes, value) and not trace.saves_whole_state[tick.saved]
+        ):
             return False
         if entry is not None and (
             # A window may be as large as before, on a larger storage.
@@ -122,9 +124,7 @@ class Follower:
 
     def _suits(self, nbytes: int, foreseen: int, value: Value) -> bool:
         """Whether what is saved of a value, or is in memory of it, may be another size than was foreseen."""
-        if value.varies or self.fit is Fit.EXACT:
-            return value.varies
-        return not value.kind.lasts and (nbytes < foreseen or self.fit is Fit.OTHER)
+        return value.varies or self.fit is Fit.OTHER or (self.fit is Fit.SMALLER and nbytes < foreseen)
 
     def _entry_for(self, value: int, entry: Entry) -> Entry:
         """The entry of a value of the trace: the one that was seen first, while autograd wants it, else this one."""

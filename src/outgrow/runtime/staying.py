@@ -149,9 +149,9 @@ class Staying:
         expected, codes = known
         if fit is not Fit.EXACT:
             expected = array("q", expected)
-            for place in range(0, len(expected), _COLUMNS):
-                if expected[place] != _IS_STATE:
-                    expected[place + _NBYTES] = -1
+            for number, is_whole in enumerate(plan.problem.trace.saves_whole_state):
+                if not is_whole:
+                    expected[_COLUMNS * number + _NBYTES] = -1
         self._expected = expected
         stays.expect(expected, codes)
         count = self._ledger.count

@@ -193,15 +193,24 @@ class Trace:
         is_pack = (tick.event is Event.PACK for tick in self.ticks)
         return sum(1 for _ in takewhile(bool, is_pack))
 
+    @cached_property
+    def saves_whole_state(self) -> tuple[bool, ...]:
+        """Of each saved tensor, whether it is a whole parameter or the like, which is as large with any batch."""
+        values = ((saved, self.values[saved.value]) for saved in self.saved)
+        return tuple(
+            value.kind.lasts and value.kind is not Kind.BUFFER and saved.nbytes == value.nbytes
+            for saved, value in values
+        )
+
     def fit_of(self, packs: Sequence[int]) -> Fit | None:
         """How a step compares that begins by saving tensors of so many bytes; None if it is another one."""
         if len(packs) > len(self.saved):
             return None
         fit = Fit.EXACT
-        for nbytes, own, saved in zip(packs, self.packs, self.saved, strict=False):
+        for nbytes, own, is_whole in zip(packs, self.packs, self.saves_whole_state, strict=False):
             if own in (nbytes, -1):
                 continue
-            if self.values[saved.value].kind.lasts:
+            if is_whole:
                 return None
             fit = Fit.OTHER if nbytes > own or fit is Fit.OTHER else Fit.SMALLER
         return fit
