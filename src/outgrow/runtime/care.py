@@ -55,10 +55,15 @@ class Precedent:
     def __init__(self, trace: Trace) -> None:
         self._ops = trace.ops
         self._values = trace.values
+        self._last = trace.ticks[-1].op if trace.ticks else -1
+
+    def is_over(self, number: int) -> bool:
+        """Whether op `number` comes after all that is saved: what runs then goes by the parameters."""
+        return number > self._last
 
     def before(self, number: int, name: str, given_bytes: int) -> Need | None:
         """What op `number` of the step, which reads so many bytes, needs at most; None if it is another op."""
-        if number >= len(self._ops) or self._ops[number].name != name:
+        if self.is_over(number) or number >= len(self._ops) or self._ops[number].name != name:
             return None
         op, values = self._ops[number], self._values
         if given_bytes > sum(values[index].nbytes for index in op.inputs):

@@ -470,7 +470,7 @@ class Executor:
         self._reuser.begin(plan, kinds)
         self._parking.turn_to(plan, other.verdicts, is_foreign=other.is_foreign)
         self._memory.go_astray()
-        self._fast.turn_to(plan, may_pass=not on_demand)
+        self._fast.turn_to(plan, fit, may_pass=not on_demand)
         if on_demand:
             self._park_on_demand()
         else:
@@ -485,20 +485,21 @@ class Executor:
             return False
         self._others.turn_to(kind, fit)
         self._memory.go_astray()
-        if self._staying.is_on:
-            self._staying.stop()
-            self._staying.begin(kind.plan, self._current.kinds, watched=self._current.is_watched, fit=fit)
-        if self._current.is_watched and not kind.holds(self._hooks.packs):
+        watched, was_on = self._current.is_watched, self._staying.is_on
+        self._staying.stop()
+        if watched and not kind.holds(self._hooks.packs):
             self._park_on_demand()
+        elif was_on:
+            self._staying.begin(kind.plan, self._current.kinds, watched=watched, fit=fit)
+        self._fast.turn_to(kind.plan, fit, may_pass=not self._demand.on)
         self._staying.ticks.tick -= 1
         self._takes_sizes(fit)
         return self._follower.advance(event, handle, entry)
 
     def _takes_sizes(self, fit: Fit) -> None:
-        """From here on the step may save other sizes than its plan's: what was known of ops by those is void."""
+        """From here on the step may save other sizes than its plan's, as they `fit`."""
         self._follower.fit = fit
         if fit is not Fit.EXACT:
-            self._fast.stop()
             plan = self._follower.plan
             assert plan is not None
             self._runner.goes_by(Precedent(plan.problem.trace))

@@ -78,6 +78,7 @@ struct State {
   int64_t bell;            // somebody wants Python to see the next op, as memory is free by now
   int64_t level;           // bytes that the step comes to at its most: below, that memory may as well wait
   int64_t open;            // whether the allocator refuses nothing that fits the budget
+  int64_t loose;           // whether ops may be of other sizes than were learned
   int64_t modes;           // how many dispatch modes there are, ours with them
   int64_t budget;          // bytes
   int64_t peak;            // the highest live bytes at any op that passed
@@ -140,7 +141,7 @@ int64_t live_bytes(const State& now) {
 }
 
 // Whether a tensor is a window on ordinary memory of a device; if it is, its look is added.
-bool add_look(uint64_t& hash, const at::Tensor& tensor) {
+bool add_look(uint64_t& hash, const at::Tensor& tensor, bool loose) {
   if (!tensor.defined()) {
     hash = mix(hash, 1);
     return true;
@@ -151,23 +152,28 @@ bool add_look(uint64_t& hash, const at::Tensor& tensor) {
     return false;
   hash = mix(hash, keys.raw_repr());
   hash = mix(hash, static_cast<uint64_t>(tensor.scalar_type()));
+  if (loose) {
+    hash = mix(hash, 2 * tensor.dim() + tensor.is_contiguous());
+    return true;
+  }
   for (const int64_t size : tensor.sizes()) hash = mix(hash, size);
   for (const int64_t stride : tensor.strides()) hash = mix(hash, stride);
   return true;
 }
 
 // What tells two calls apart as far as memory and dispatch go; 0 if there is something among the arguments that nobody
-// here knows. Numbers with a fraction change no sizes.
-uint64_t look_of(c10::DispatchKeySet keys, const torch::jit::Stack& stack, size_t count) {
+// here knows. Numbers with a fraction change no sizes; and where those may be others, so may whole numbers.
+uint64_t look_of(const State& now, c10::DispatchKeySet keys, const torch::jit::Stack& stack, size_t count) {
+  const bool loose = now.loose;
   uint64_t hash = mix(1, keys.raw_repr());
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     const c10::IValue& item = stack[i];
     if (item.isTensor()) {
-      if (!add_look(hash, item.toTensor())) return 0;
+      if (!add_look(hash, item.toTensor(), loose)) return 0;
     } else if (item.isNone()) {
       hash = mix(hash, 2);
     } else if (item.isInt()) {
-      hash = mix(hash, item.toInt());
+      hash = mix(hash, loose ? 7 : item.toInt());
     } else if (item.isBool()) {
       hash = mix(hash, 3 + item.toBool());
     } else if (item.isDouble() || item.isComplexDouble() || item.isString() || item.isDevice()) {
@@ -175,9 +181,9 @@ uint64_t look_of(c10::DispatchKeySet keys, const torch::jit::Stack& stack, size_
     } else if (item.isList()) {
       for (const c10::IValue& inner : item.toListRef()) {
         if (inner.isTensor()) {
-          if (!add_look(hash, inner.toTensor())) return 0;
+          if (!add_look(hash, inner.toTensor(), loose)) return 0;
         } else if (inner.isInt()) {
-          hash = mix(hash, inner.toInt());
+          hash = mix(hash, loose ? 7 : inner.toInt());
         } else if (!inner.isNone() && !inner.isBool() && !inner.isDouble()) {
           return 0;
         }
@@ -467,13 +473,13 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   const size_t count = op.schema().arguments().size();
   const int64_t first = now->number;
   if (now->learns) {
-    const uint64_t look = look_of(keys, *stack, count);
+    const uint64_t look = look_of(*now, keys, *stack, count);
     op.redispatchBoxed(keys, stack);
     if (look != 0 && now->number > first) learn(*now, op, first, look);
     return;
   }
   const Expected next = now->expected[first];  // a copy: the step may turn to another plan meanwhile
-  if (next.op == &op.schema() && next.look == look_of(keys, *stack, count) && all_there(*stack, count) &&
+  if (next.op == &op.schema() && next.look == look_of(*now, keys, *stack, count) && all_there(*stack, count) &&
       all_known(*now, *stack, count) && writes_safely(next, *stack, count) && fits(*now, next) &&
       passes(*now, op, keys, stack, count, next.flags & kDraws)) {
     now->number += next.ops;

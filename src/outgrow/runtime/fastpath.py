@@ -3,6 +3,9 @@
 The first step under a plan is the lesson: the executor says of each op that it has seen whether it needs care. In
 those that follow, native code lets the others pass, as long as they are the ones expected and fit the budget. A
 session that begins with a plan meets ops whose needs nobody has measured: its lesson takes a step more.
+
+Steps that are smaller than their plan's have a lesson of their own, by which ops of any sizes pass: they need no more
+than the plan's.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.tiers.arena import ArenaCount
 from outgrow.runtime.tiers.cuda import AllocatorCount
 from outgrow.runtime.tiers.ram import Ram
+from outgrow.tracing.ir import Fit
 from outgrow.tracing.ledger import Ledger, StorageRecord
 
 _LOG = logging.getLogger(__name__)
@@ -67,6 +71,7 @@ class _State(ctypes.Structure):
         ("bell", ctypes.c_int64),
         ("level", ctypes.c_int64),
         ("open", ctypes.c_int64),
+        ("loose", ctypes.c_int64),
         ("modes", ctypes.c_int64),
         ("budget", ctypes.c_int64),
         ("peak", ctypes.c_int64),
@@ -124,7 +129,7 @@ class FastPath:
         self._ram = ram
         self._gpu = gpu
         self._ledger = ledger
-        self._lessons: ByPlan[_Lesson] = ByPlan()
+        self._lessons: dict[Fit, ByPlan[_Lesson]] = {Fit.EXACT: ByPlan(), Fit.SMALLER: ByPlan()}
         self._lesson: _Lesson | None = None
         self._count: ArenaCount | AllocatorCount | None = None
         self._let_go_of: Any = None
@@ -175,10 +180,10 @@ class FastPath:
         `modes` is 0 where nobody watches. Who else has a mode sees all ops. `is_open` says that the allocator refuses
         nothing that fits the budget. Where nothing `may_pass`, the step may be a lesson all the same.
         """
-        self._enter(plan, modes, is_open=is_open, may_pass=may_pass)
+        self._enter(plan, modes, Fit.EXACT, is_open=is_open, may_pass=may_pass)
         self._see_nodes()
 
-    def _enter(self, plan: Plan | None, modes: int, *, is_open: bool, may_pass: bool) -> None:
+    def _enter(self, plan: Plan | None, modes: int, fit: Fit, *, is_open: bool, may_pass: bool) -> None:
         state = self._state
         state.number = state.peak = state.passed = 0
         state.open = is_open
@@ -187,18 +192,19 @@ class FastPath:
         self._lesson = None
         self.learns = False
         self._watch(modes)
-        if not self._is_on or plan is None or not self._has_memory:
+        if not self._is_on or plan is None or not self._has_memory or fit is Fit.OTHER:
             return
-        lesson = self._lessons.find(plan)
+        lesson = self._lessons[fit].find(plan)
         if lesson is None:
             length = len(plan.problem.trace.ops)
             lesson = _Lesson((ctypes.c_int64 * length)(), (_Expected * length)())
-            self._lessons.add(plan, lesson)
+            self._lessons[fit].add(plan, lesson)
         if lesson.is_over and not may_pass:
             return
         if not lesson.is_over:
             lesson.begin()
         self._lesson = lesson
+        state.loose = fit is Fit.SMALLER
         self.learns = not lesson.is_over
         state.length = len(lesson.needs)
         state.needs, state.expected = ctypes.addressof(lesson.needs), ctypes.addressof(lesson.expected)
@@ -236,19 +242,23 @@ class FastPath:
             if followed:
                 self._lesson.end()
             else:
-                self._lessons.forget(self._lesson)
+                for lessons in self._lessons.values():
+                    lessons.forget(self._lesson)
         self._lesson = None
         self.learns = False
 
-    def turn_to(self, plan: Plan, *, may_pass: bool) -> None:
-        """The step goes by another plan from here on. Where nothing may pass any more, nothing does."""
+    def turn_to(self, plan: Plan, fit: Fit, *, may_pass: bool) -> None:
+        """The step goes by another plan from here on, or is smaller than its plan's. Where nothing may pass any more,
+        nothing does.
+        """
         if self._lesson is None:
             return
         state = self._state
         number, modes, peak, passed = self.number, int(state.modes), state.peak, state.passed
         self._leave(followed=False)
-        self._enter(plan, modes, is_open=False, may_pass=may_pass)
-        self.was_measured()  # where this is a lesson, it does not tell of what came before
+        self._enter(plan, modes, fit, is_open=False, may_pass=may_pass)
+        if fit is Fit.EXACT:
+            self.was_measured()  # where this is a lesson, it does not tell of what came before
         self.number, state.peak, state.passed = number, peak, passed
 
     def go_astray(self) -> None:

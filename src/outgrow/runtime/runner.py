@@ -161,9 +161,12 @@ class Runner:
         elif (
             fast.learns
             and need.measured
+            and self._is_bounded(number, need)
             and not (is_free or parking.looks_out_for(number) or self._wants_care(facts, inputs, outputs))
         ):
-            self._let_pass(number, facts, rise, written)
+            # On a larger batch it may be more than here: as much as is known of that.
+            most = need.likely_bytes if need.beside_bytes is not None else rise
+            self._let_pass(number, facts, most, written)
         current.came_to(max(before + rise, ledger.live_bytes))
         if recording is not None:
             recording.tell(func, facts, args, kwargs, inputs, outputs, result, rise_bytes=rise)
@@ -185,6 +188,11 @@ class Runner:
             if need is not None:
                 return None, need
         return self._needs.before(func, facts, args, kwargs)
+
+    def _is_bounded(self, number: int, need: Need) -> bool:
+        """Whether op `number` needs no more than is known in any step that this one's lesson is for."""
+        precedent = self._precedent
+        return precedent is None or need.beside_bytes is not None or need is NOTHING or precedent.is_over(number)
 
     def _wants_care(self, facts: OpFacts, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
         """Whether ops like this one are never let past the mode."""

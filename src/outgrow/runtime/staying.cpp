@@ -37,7 +37,7 @@ const c10::DispatchKeySet kWrapped({c10::DispatchKey::Batched, c10::DispatchKey:
 // What is known of a saved tensor beforehand; as in staying.py.
 struct Expected {
   int64_t role;
-  int64_t nbytes;   // of the tensor; -1 if that depends on data, or on the batch
+  int64_t nbytes;   // of the tensor; -1 if that may be anything, and from -2 down if it may be less than -2 - nbytes
   int64_t counted;  // of its value, if this is the first tensor on it that is saved
   int64_t storage;  // where training state lies, once it was seen there; else 0
   int64_t value;    // of one that moves, the value that it is a window on, if others are as well; else -1
@@ -287,7 +287,8 @@ const Expected* next_of(Stays& self, PyObject* item) {
   const auto& next = static_cast<const Expected*>(self.expected.buf)[self.number];
   const at::Tensor& tensor = THPVariable_Unpack(item);
   if ((next.role == kMoves && next.value < 0) || !is_plain(tensor)) return nullptr;
-  if (next.nbytes >= 0 && static_cast<int64_t>(tensor.nbytes()) != next.nbytes) return nullptr;
+  const auto nbytes = static_cast<int64_t>(tensor.nbytes());
+  if (next.nbytes >= 0 ? nbytes != next.nbytes : next.nbytes < -1 && nbytes > -2 - next.nbytes) return nullptr;
   if (self.strays != Py_None && (is_true(PyObject_CallNoArgs(self.strays)) || PyErr_Occurred())) return nullptr;
   return &next;
 }

@@ -150,8 +150,9 @@ class Staying:
         if fit is not Fit.EXACT:
             expected = array("q", expected)
             for number, is_whole in enumerate(plan.problem.trace.saves_whole_state):
+                place = _COLUMNS * number + _NBYTES
                 if not is_whole:
-                    expected[_COLUMNS * number + _NBYTES] = -1
+                    expected[place] = -2 - expected[place] if fit is Fit.SMALLER and expected[place] >= 0 else -1
         self._expected = expected
         stays.expect(expected, codes)
         count = self._ledger.count
