@@ -492,7 +492,7 @@ class Session:
                 plan = self._planner.plan(problem, at_once=at_once)
             else:
                 plan = self._planner.without_search(problem)
-        if steady or not plan.evicts:
+        if steady or is_for_many or not plan.evicts:
             self._refuse_what_cannot_fit(plan)
         seconds = time.perf_counter() - start
         if known is None:

@@ -91,9 +91,9 @@ class OpNeeds:
         self._taught: dict[Hashable, float] = {}  # how many times its guess an op took, by family
 
     def before(
-        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], bound: Need | None = None
     ) -> tuple[Hashable, Need]:
-        """The signature of a call and what it will need."""
+        """The signature of a call and what it will need, no more than `bound` if that is known."""
         # A collective takes no memory of PyTorch's allocators on a CPU, and no two calls have the same process group.
         if facts.is_view or facts.is_collective:
             return None, NOTHING
@@ -102,6 +102,8 @@ class OpNeeds:
         sizes = tuple(args) if facts.sized_by_floats else ()
         signature = (*signature_of(facts.name, args, kwargs), sizes)
         need = self._needs.get(signature)
+        if need is None and bound is not None:
+            return signature, replace(bound, measured=False)
         if need is None:
             if len(self._needs) >= _MOST_SIGNATURES:
                 self._needs.clear()
