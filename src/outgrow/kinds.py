@@ -278,18 +278,19 @@ class Kinds:
     def find(self, packs: Sequence[int]) -> StepKind | None:
         """Another kind than is expected, the most frequent whose steps begin by saving this.
 
-        Where there is none, the smallest that saves more; or, where batches are ragged, the largest that saves the
-        same in other sizes. Either may be the expected one.
+        Where there is none, the smallest that saves more; or, where batches are ragged, one that saves the same in
+        other sizes: that by which the step has gone so far, else the largest. Either may be the expected one.
         """
         known = [kind for kind in self._such() if len(packs) <= kind.plan.problem.trace.saved_first]
         fits = [(kind, kind.plan.problem.trace.fit_of(packs)) for kind in known]
         exact = (kind for kind, fit in fits if fit is Fit.EXACT and kind is not self.expected)
         smaller = (kind for kind, fit in fits if fit is Fit.SMALLER)
         others = (kind for kind, fit in fits if fit is Fit.OTHER and kind.plan.evicts and self.are_ragged)
+        goes_by = self.expected if self.has_turned else None
         return (
             max(exact, key=self._frequency, default=None)
             or min(smaller, key=lambda kind: kind.saved_bytes, default=None)
-            or max(others, key=lambda kind: kind.saved_bytes, default=None)
+            or max(others, key=lambda kind: (kind is goes_by, kind.saved_bytes), default=None)
         )
 
     def turn_to(self, kind: StepKind, fit: Fit = Fit.EXACT) -> None:
@@ -323,18 +324,24 @@ class Kinds:
     def resembled(self, packs: tuple[int, ...], fit: Fit) -> None:
         """A step went by the plan of the expected kind, but for its sizes, which nobody knows.
 
-        The next few are recorded where those may come again. Where another plan would be better the next one is, in
-        the hope that it is as large; but ever more seldom, if none is.
+        The next few are recorded where those may come again.
         """
         kind = self.expected
         assert kind is not None
         if not self.are_ragged or self._are_frequent(packs):
             self._is_stranger()
         elif fit is Fit.OTHER or sum(packs) < kind.least_saved_bytes:
-            self._misfits += 1
-            if self._misfits >= self._patience:
-                self._misfits, self._patience = 0, 2 * self._patience
-                self._recordings_left = max(self._recordings_left, 1)
+            self._is_misfit()
+
+    def _is_misfit(self) -> None:
+        """Another plan would be better: the next step is recorded in the hope that it is as large as this one.
+
+        But ever more seldom, if none is.
+        """
+        self._misfits += 1
+        if self._misfits >= self._patience:
+            self._misfits, self._patience = 0, 2 * self._patience
+            self._recordings_left = max(self._recordings_left, 1)
 
     def _are_frequent(self, packs: tuple[int, ...]) -> bool:
         return self._sizes.count(hash(packs)) >= _FREQUENT
@@ -376,6 +383,8 @@ class Kinds:
             self.expected = found
             self._turned_at = self.steps
             self._hope_for(found)
+        elif self.are_ragged:
+            self._is_misfit()
         else:
             self._is_stranger()
         return found

@@ -1,0 +1,361 @@
+"""Ragged batches: steps that save what a known one saves, in other sizes, go by the plan of a larger one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import outgrow
+from outgrow.kinds import Kinds, StepKind
+from outgrow.planning.plan import make_plan
+from outgrow.planning.problem import Problem
+from outgrow.runtime.care import Precedent
+from outgrow.runtime.executor import Executor
+from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.outcome import StepOutcome
+from outgrow.runtime.recompute import Recomputer
+from outgrow.tracing.ir import Fit, Trace
+from steps import (
+    Make,
+    ParkAll,
+    RandomDecisions,
+    RecomputeAll,
+    Training,
+    bounds_of,
+    budget_for,
+    momentum,
+    train_in_session,
+    train_plain,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HARDWARE = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9)
+WORDS = 64
+POLICIES = ("auto", "vdnn-all", "superneurons", RecomputeAll(), ParkAll())
+
+
+class Reader(nn.Module):
+    """A transformer over sequences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, 32), nn.Parameter(torch.randn(128, 32))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 64, 0.1, "gelu", batch_first=True) for _ in range(3)
+        )
+        self.out = nn.Linear(32, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.words(x) * self.places[: x.shape[1]].sigmoid()
+        for layer in self.layers:
+            y = layer(y)
+        return F.cross_entropy(self.out(y).flatten(0, 1), x.flatten())
+
+
+class Maps(nn.Module):
+    """A network on images of any size, with a skip that is held all the way, and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)) for _ in range(5)
+        )
+        self.last = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = y = self.first(x)
+        for layer in self.layers:
+            y = layer(y)
+        return self.last(torch.cat([skip, y], 1)).pow(2).mean()
+
+
+def sequences(lengths: Sequence[int]) -> Make:
+    """Trains a `Reader` on sequences of these lengths."""
+    return trained_on(
+        Reader,
+        lambda k, generator: torch.randint(0, WORDS, (4, lengths[k % len(lengths)]), generator=generator),
+    )
+
+
+def images(sizes: Sequence[int]) -> Make:
+    """Trains `Maps` on images of these sizes."""
+
+    def image(k: int, generator: torch.Generator) -> torch.Tensor:
+        size = sizes[k % len(sizes)]
+        return torch.randn(4, 3, size, size, generator=generator)
+
+    return trained_on(Maps, image)
+
+
+def trained_on(build: Callable[[], nn.Module], batch: Callable[[int, torch.Generator], torch.Tensor]) -> Make:
+    def make() -> Training:
+        model = build()
+        optimizer = momentum(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            loss: torch.Tensor = model(batch(k, torch.Generator().manual_seed(k)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    return make
+
+
+def ragged(least: int, most: int, steps: int, seed: int = 0) -> list[int]:
+    """Sizes of which none comes again, the largest among the first."""
+    sizes = Random(seed).sample(range(least, most + 1), steps)
+    sizes.remove(max(sizes))
+    return [sizes[0], most, *sizes[1:]]
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[StepOutcome]:
+    """What was measured of each step of the sessions."""
+    found: list[StepOutcome] = []
+    end = Executor.end
+
+    def noted(self: Executor) -> StepOutcome:
+        found.append(end(self))
+        return found[-1]
+
+    monkeypatch.setattr(Executor, "end", noted)
+    return found
+
+
+def assert_equal_and_inside(make: Make, steps: int, budget: int, policy: Any = "auto") -> None:
+    plain = train_plain(make, steps)
+    ours, summaries = train_in_session(make, steps, budget=budget, policy=policy)
+    assert ours == plain
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+
+
+# --- whole steps ---
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("make", "largest"),
+    [(sequences(ragged(20, 64, 20)), sequences([64])), (images(ragged(12, 40, 20)), images([40]))],
+    ids=["sequences", "images"],
+)
+def test_ragged_batches_follow_the_plan_of_a_larger_one(
+    make: Make, largest: Make, policy: Any, outcomes: list[StepOutcome]
+) -> None:
+    budget = budget_for(largest, 0.7)
+    outcomes.clear()
+    assert_equal_and_inside(make, 20, budget, policy)
+    late = outcomes[-12:]
+    assert sum(outcome.followed and outcome.fit is Fit.SMALLER for outcome in late) >= 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ragged_batches_under_random_plans(seed: int, outcomes: list[StepOutcome]) -> None:
+    """Values leave, come back, are made anew and parked, in sizes that no plan knows."""
+    make = sequences(ragged(20, 64, 20, seed)) if seed % 2 else images(ragged(12, 40, 20, seed))
+    peak, least = bounds_of(sequences([64]) if seed % 2 else images([40]))
+    outcomes.clear()
+    budget = int(max(1.1 * least, peak * Random(seed).choice([0.5, 0.7, 0.9])))
+    assert_equal_and_inside(make, 20, budget, RandomDecisions(seed, parks=True))
+    assert any(outcome.followed and outcome.fit is Fit.SMALLER for outcome in outcomes)
+
+
+def test_two_lengths_that_differ_on_their_own_follow_plans_too(outcomes: list[StepOutcome]) -> None:
+    """There may be no step as large in both: those go by the largest, and the cache does the rest."""
+    pairs = list(zip(ragged(8, 40, 20, 1), Random(2).sample(range(8, 41), 20), strict=True))
+
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(WORDS, 32)
+            self.inner = nn.Transformer(32, 2, 2, 2, 64, 0.1, batch_first=True)
+            self.out = nn.Linear(32, WORDS)
+
+        def forward(self, both: torch.Tensor) -> torch.Tensor:
+            k = int(both[0, -1])
+            source, target = both[:, : pairs[k][0]], both[:, : pairs[k][1]]
+            said = self.out(self.inner(self.words(source % WORDS), self.words(target % WORDS)))
+            return F.cross_entropy(said.flatten(0, 1), (target % WORDS).flatten())
+
+    def batch(k: int, generator: torch.Generator) -> torch.Tensor:
+        both = torch.randint(0, WORDS, (4, 41), generator=generator)
+        both[:, -1] = k
+        return both
+
+    make = trained_on(Translator, batch)
+    peak, least = bounds_of(make)
+    outcomes.clear()
+    assert_equal_and_inside(make, 20, int(max(1.3 * least, 0.6 * peak)))
+    assert sum(outcome.followed for outcome in outcomes[-12:]) >= 5
+    assert {outcome.fit for outcome in outcomes if outcome.followed} >= {Fit.SMALLER, Fit.OTHER}
+
+
+def test_batches_that_grow_are_planned_for_as_they_come(outcomes: list[StepOutcome]) -> None:
+    lengths = list(range(12, 64, 2))
+    budget = budget_for(sequences([64]), 0.4)
+    outcomes.clear()
+    assert_equal_and_inside(sequences(lengths), len(lengths), budget)
+    assert sum(outcome.followed for outcome in outcomes) >= 7  # more than half of those that do not fit as they are
+
+
+def test_ops_of_smaller_steps_run_past_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[int] = []
+    end = FastPath.end
+
+    def noted(self: FastPath, *, followed: bool) -> None:
+        passed.append(self.passed)
+        end(self, followed=followed)
+
+    budget = budget_for(sequences([64]), 0.8)
+    monkeypatch.setattr(FastPath, "end", noted)
+    assert_equal_and_inside(sequences(ragged(40, 64, 22)), 22, budget)
+    assert sum(count > 300 for count in passed[-8:]) >= 6
+
+
+def test_a_size_that_comes_often_gets_a_plan_of_its_own(outcomes: list[StepOutcome]) -> None:
+    sizes = Random(3).sample(range(24, 64), 30)
+    for place in range(8, 30, 2):
+        sizes[place] = 64
+    budget = budget_for(sequences([64]), 0.7)
+    outcomes.clear()
+    assert_equal_and_inside(sequences(sizes), 30, budget)
+    often = outcomes[20:30:2]
+    assert sum(outcome.followed and outcome.fit is Fit.EXACT for outcome in often) >= 3
+
+
+def test_a_batch_larger_than_the_budget_holds_is_refused_with_what_it_takes() -> None:
+    lengths = [24, 20, 22, 18, 23, 19, 128]
+    budget = int(0.8 * bounds_of(sequences([128]))[1])
+    assert budget > bounds_of(sequences([24]))[0]
+    training = sequences(lengths)()
+    with outgrow.Session(training.models, training.optimizers, budget=budget, least_moved_bytes=1) as session:
+        for k in range(6):
+            with session.step():
+                training.run(k)
+        with pytest.raises(outgrow.BudgetTooSmall), session.step():
+            training.run(6)
+        assert session.live_bytes <= budget
+
+
+# --- which sizes go by which plan ---
+
+
+def traced(make: Make) -> Trace:
+    training = make()
+    trace = outgrow.trace(
+        lambda: outgrow.TrainingStep(training.models, training.optimizers, lambda: training.run(0)), fake=False
+    )
+    return trace
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[int, Trace]:
+    return {length: traced(sequences([length])) for length in (16, 24, 32)}
+
+
+def test_a_trace_tells_how_the_sizes_of_a_step_compare(traces: dict[int, Trace]) -> None:
+    large, small = traces[32], traces[16]
+    assert large.fit_of(large.packs) is Fit.EXACT
+    assert large.fit_of(small.packs) is Fit.SMALLER
+    assert small.fit_of(large.packs) is Fit.OTHER
+    assert large.fit_of(small.packs[:3]) is Fit.SMALLER
+    assert large.fit_of([*large.packs, 8]) is None, "more is saved"
+    weight = large.saves_whole_state.index(True)
+    other = [*large.packs[:weight], large.packs[weight] // 2, *large.packs[weight + 1 :]]
+    assert large.fit_of(other) is None, "a parameter is as large with any batch"
+
+
+def kind_of(trace: Trace) -> StepKind:
+    plan = make_plan("cache", Problem(trace, HARDWARE, 1), ())
+    return StepKind(trace.packs, plan, True, 0, 0.0)
+
+
+def kinds_of(traces: Sequence[Trace], *, are_ragged: bool) -> Kinds:
+    kinds = Kinds((), lambda _: None)
+    for trace in traces:
+        kind = kind_of(trace)
+        kind.is_resized = are_ragged
+        kinds.learnt(kind)
+        kinds.count()
+        kinds.seen(kind, kind, trace.packs)
+    return kinds
+
+
+def test_the_smallest_plan_that_holds_a_step_is_taken(traces: dict[int, Trace]) -> None:
+    kinds = kinds_of([traces[24], traces[32], traces[24]], are_ragged=True)
+    found = kinds.find(traces[16].packs[:1])
+    assert found is not None
+    assert found.packs == traces[24].packs
+    between = traced(sequences([28]))
+    found = kinds.find(between.packs[:1])
+    assert found is not None
+    assert found.packs == traces[32].packs
+
+
+def test_a_larger_step_goes_by_a_smaller_plan_only_where_batches_are_ragged(traces: dict[int, Trace]) -> None:
+    small = [traces[16], traced(sequences([17])), traced(sequences([18]))]
+    found = kinds_of(small, are_ragged=True).find(traces[32].packs[:1])
+    assert found is not None
+    assert found.packs == small[-1].packs, "the largest"
+    assert kinds_of(small, are_ragged=False).find(traces[32].packs[:1]) is None
+
+
+def test_where_no_plan_is_good_steps_are_recorded_but_ever_more_seldom(traces: dict[int, Trace]) -> None:
+    kinds = kinds_of([traces[32], traced(sequences([31])), traced(sequences([30]))], are_ragged=True)
+    assert kinds.are_ragged
+    recorded = []
+    for length in range(40):
+        kinds.turn_to(kinds.find(traces[16].packs[:1]), Fit.SMALLER)
+        packs = tuple(nbytes - length % 4 for nbytes in traces[16].packs)
+        kinds.count()
+        kinds.resembled((*packs[:-1], length), Fit.SMALLER)
+        kinds.seen(kinds.expected, kinds.expected, (*packs[:-1], length))
+        recorded.append(kinds.should_record)
+    assert 3 <= sum(recorded) <= 6
+    assert sum(recorded[20:]) <= 1
+
+
+# --- what is known of ops ---
+
+
+def test_what_an_op_takes_on_a_larger_batch_bounds_what_it_takes_on_a_smaller_one(traces: dict[int, Trace]) -> None:
+    trace = traces[32]
+    number = next(number for number, op in enumerate(trace.ops) if op.name == "aten.gelu.default")
+    op, precedent = trace.ops[number], Precedent(trace)
+    given = sum(trace.values[index].nbytes for index in op.inputs)
+    need = precedent.before(number, op.name, given)
+    assert need is not None
+    assert need.likely_bytes == sum(trace.values[index].nbytes for index in op.outputs) + op.workspace_bytes
+    assert precedent.before(number, "aten.relu.default", given) is None, "another op"
+    assert precedent.before(number, op.name, given + 1) is None, "it is given more"
+    last = len(trace.ops) - 1
+    assert precedent.is_over(last)
+    assert precedent.before(last, trace.ops[last].name, 0) is None, "the optimizer's"
+
+
+def test_a_recipe_that_was_proved_on_a_small_batch_is_proved_anew_on_a_larger_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: dict[tuple[int, int], list[int]] = {}  # by kind of step and value
+    verify = Recomputer._verify
+
+    def noted(self: Recomputer, entry: Any, first_save: int, *given: Any) -> bool:
+        sizes.setdefault((id(self._verdicts), first_save), []).append(entry.nbytes)
+        return verify(self, entry, first_save, *given)
+
+    lengths = [64, 30, 31, 29, 28, 30, 27, 50, 33, 49, 35, 26]
+    budget = budget_for(sequences([64]), 0.7)
+    monkeypatch.setattr(Recomputer, "_verify", noted)
+    assert_equal_and_inside(sequences(lengths), len(lengths), budget, RecomputeAll())
+    assert all(proved == sorted(set(proved)) for proved in sizes.values()), "none that is no larger"
+    assert sum(len(proved) > 1 for proved in sizes.values()) > 8
