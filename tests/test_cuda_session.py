@@ -26,14 +26,16 @@ from outgrow.runtime.calls import Calls
 from outgrow.runtime.clock import DeviceClock, StepTimes
 from outgrow.runtime.copies.cuda import CudaCopies
 from outgrow.runtime.executor import Executor
+from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers import host
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.host import HostTier
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.runtime.watch import Watch
+from outgrow.tracing.ir import Fit
 from outgrow.tracing.ledger import Ledger
-from steps import Make, RecomputeAll, Result, budget_for, train_in_session, train_plain
+from steps import Make, RecomputeAll, Result, budget_for, supervised, train_in_session, train_plain
 
 MiB = 1 << 20
 
@@ -210,6 +212,39 @@ def test_a_backward_pass_on_another_thread_leaves_nothing_behind(fakes: Callable
         state = sum(tensor.nbytes for tensor in training.models[0].state_dict().values())
         assert session.live_bytes < 2.1 * state + CountedRam.LIBRARY_BYTES + 1e6
     assert made.streams[0].races == []
+
+
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all", RecomputeAll()], ids=str)
+def test_batches_of_ever_other_sizes_go_by_the_plans_of_larger_ones(
+    fakes: Callable[..., Fakes], policy: str | Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [12, 16, *Random(0).sample(range(4, 16), 10)]
+
+    def loss_of(model: torch.nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        loss: torch.Tensor = model(x[: rows[k]].clone()).pow(2).mean()
+        return loss
+
+    def build() -> torch.nn.Module:
+        layers = [torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.GELU())] * 4
+        return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), *layers)
+
+    make = supervised(build, loss_of, shape=(16, 3, 24, 24))
+    plain = train_plain(make, len(rows))
+    budget = int(budget_for(make, 0.8) * 1.1) + 2 * CountedRam.LIBRARY_BYTES
+    followed = []
+    end = Executor.end
+
+    def noted(executor: Executor) -> StepOutcome:
+        followed.append(end(executor))
+        return followed[-1]
+
+    monkeypatch.setattr(Executor, "end", noted)
+    made = fakes()
+    ours, summaries = train_in_session(make, len(rows), budget=budget, policy=policy)
+    assert ours == plain
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+    assert sum(outcome.followed and outcome.fit is Fit.SMALLER for outcome in followed) >= 5
+    assert [race for streams in made.streams for race in streams.races] == []
 
 
 @pytest.fixture
