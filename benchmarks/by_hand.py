@@ -1,10 +1,12 @@
 """Small Hugging Face models at the peak that checkpointing by hand has: what would users have done without Outgrow?
 
     python benchmarks/by_hand.py --output benchmarks/results/by-hand.json
+    python benchmarks/by_hand.py --ragged --output benchmarks/results/by-hand-ragged.json
 
 Each model trains plainly, with its own `gradient_checkpointing_enable()`, and in a session whose budget is the
 measured peak of the latter; each in a process of its own, on one thread, by turns, with glibc's heap kept. Times are
-medians. Needs `transformers`; weights and data are made up.
+medians. With `--ragged` each step has sentences of another length, or larger or smaller images, at random: the peak
+is that of the largest, and times are means. Needs `transformers`; weights and data are made up.
 """
 
 from __future__ import annotations
@@ -14,29 +16,30 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from random import Random
+from statistics import mean, median
 from typing import Any
 
 from environment import environment, write
 
 STEPS, SETTLING = 20, 8
-_BATCH, _LENGTH, _WORDS = 4, 192, 2000
+RAGGED_STEPS, RAGGED_SETTLING = 60, 20
+_BATCH, _WORDS = 4, 2000
 # glibc keeps what is freed, for all set-ups alike.
 _KEEPS_HEAP = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "9000000000"}
 _UNBOUNDED = 1 << 40
 
-Loss = Callable[[], Any]
+Loss = Callable[[int], Any]
 
 
 def built(name: str) -> tuple[Any, Loss]:
-    """A model, and what gives its loss on a batch."""
+    """A model, and what gives its loss on a batch of sentences of so many words, or of images so wide."""
     import torch
     import transformers
 
-    words = torch.randint(5, _WORDS, (_BATCH, _LENGTH))
     small = {"vocab_size": _WORDS, "num_attention_heads": 4}
     wide = {**small, "hidden_size": 256, "num_hidden_layers": 6}
     images = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -68,24 +71,30 @@ def built(name: str) -> tuple[Any, Loss]:
     }
     configuration, given = own[name]
     model = getattr(transformers, name)(getattr(transformers, configuration)(**given)).train()
-    if name.startswith(("ViT", "Swin", "Segformer")):
-        side = {"ViT": 112, "Swi": 224, "Seg": 128}[name[:3]]
+
+    def loss_of_words(length: int) -> Any:
+        words = torch.randint(5, _WORDS, (_BATCH, length))
+        return model(input_ids=words, labels=words).loss
+
+    def loss_of_images(side: int) -> Any:
         pixels = torch.randn(_BATCH, 3, side, side)
         labels = torch.zeros(_BATCH, *([side, side] if name.startswith("Seg") else []), dtype=torch.long)
-        return model, lambda: model(pixel_values=pixels, labels=labels).loss
-    return model, lambda: model(input_ids=words, labels=words).loss
+        return model(pixel_values=pixels, labels=labels).loss
+
+    return model, loss_of_images if name.startswith(("ViT", "Swin", "Segformer")) else loss_of_words
 
 
-MODELS = (
-    "GPT2LMHeadModel",
-    "BertForMaskedLM",
-    "LlamaForCausalLM",
-    "MixtralForCausalLM",
-    "MambaForCausalLM",
-    "ViTForImageClassification",
-    "SwinForImageClassification",
-    "SegformerForSemanticSegmentation",
-)
+# The sizes of a batch, where it may have more than one: the last is that of all steps that are not ragged.
+MODELS: dict[str, Sequence[int]] = {
+    "GPT2LMHeadModel": range(32, 193),
+    "BertForMaskedLM": range(32, 193),
+    "LlamaForCausalLM": range(32, 193),
+    "MixtralForCausalLM": range(32, 193),
+    "MambaForCausalLM": range(32, 193),
+    "ViTForImageClassification": (112,),
+    "SwinForImageClassification": (224,),
+    "SegformerForSemanticSegmentation": range(64, 129, 4),
+}
 
 
 def train(name: str, *, by_hand: bool, budget: int | None, turns: Connection) -> None:
@@ -101,16 +110,16 @@ def train(name: str, *, by_hand: bool, budget: int | None, turns: Connection) ->
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     session = None if budget is None else outgrow.Session(model, optimizer, budget=budget)
-    while turns.recv():
+    while size := turns.recv():
         torch.manual_seed(1)
         start = time.perf_counter()
         if session is None:
-            loss().backward()
+            loss(size).backward()
             optimizer.step()
             optimizer.zero_grad()
         else:
             with session.step():
-                loss().backward()
+                loss(size).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         seconds = time.perf_counter() - start
@@ -130,27 +139,29 @@ class SetUp:
         self._process.start()
         theirs.close()
 
-    def step(self) -> tuple[float, int]:
+    def step(self, size: int) -> tuple[float, int]:
         """Seconds, and the peak in bytes."""
-        self._turns.send(True)
+        self._turns.send(size)
         seconds, peak = self._turns.recv()
         return float(seconds), int(peak)
 
     def close(self) -> None:
-        self._turns.send(False)
+        self._turns.send(0)
         self._process.join()
 
 
 def peak_of(name: str, *, by_hand: bool) -> int:
     """Live bytes at the highest, in a session that has room for all; optimizer state is there from the second on."""
     alone = SetUp(name, by_hand=by_hand, budget=_UNBOUNDED)
-    peak = max(alone.step()[1] for _ in range(3))
+    peak = max(alone.step(MODELS[name][-1])[1] for _ in range(3))
     alone.close()
     return peak
 
 
-def compared(name: str) -> dict[str, Any]:
-    """The row of one model: bytes, and medians in seconds."""
+def compared(
+    name: str, sizes: Sequence[int], settling: int, average: Callable[[Iterable[float]], float]
+) -> dict[str, Any]:
+    """The row of one model trained on batches of these sizes: bytes, and seconds on average once all has settled."""
     plain_peak, hand_peak = (peak_of(name, by_hand=by_hand) for by_hand in (False, True))
     set_ups = {
         "plain": SetUp(name),
@@ -158,12 +169,12 @@ def compared(name: str) -> dict[str, Any]:
         "outgrow": SetUp(name, budget=hand_peak),
     }
     taken: dict[str, list[tuple[float, int]]] = {kind: [] for kind in set_ups}
-    for _ in range(STEPS):
+    for size in sizes:
         for kind, set_up in set_ups.items():
-            taken[kind].append(set_up.step())
+            taken[kind].append(set_up.step(size))
     for set_up in set_ups.values():
         set_up.close()
-    seconds = {f"{kind}_seconds": median(each for each, _ in steps[SETTLING:]) for kind, steps in taken.items()}
+    seconds = {f"{kind}_seconds": average(each for each, _ in steps[settling:]) for kind, steps in taken.items()}
     peak = max(each for _, each in taken["outgrow"])
     return {"model": name, "plain_bytes": plain_peak, "by_hand_bytes": hand_peak, "outgrow_bytes": peak, **seconds}
 
@@ -171,12 +182,21 @@ def compared(name: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS, help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("--ragged", action="store_true", help="batches of ever other sizes")
     parser.add_argument("--output", type=Path, help="a JSON file")
     options = parser.parse_args()
     os.environ.update(_KEEPS_HEAP, OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error")
     rows = []
     for name in options.models:
-        rows.append(compared(name))
+        known = MODELS[name]
+        if options.ragged and len(known) == 1:
+            continue
+        if options.ragged:
+            draw = Random(0)
+            sizes = [draw.choice(known) for _ in range(RAGGED_STEPS)]
+            rows.append(compared(name, sizes, RAGGED_SETTLING, mean))
+        else:
+            rows.append(compared(name, [known[-1]] * STEPS, SETTLING, median))
         row = rows[-1]
         hand, ours = (row[f"{kind}_seconds"] / row["plain_seconds"] for kind in ("by_hand", "outgrow"))
         share = row["by_hand_bytes"] / row["plain_bytes"]
