@@ -15,11 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import outgrow
-from outgrow.kinds import StepKind, Turns
+from outgrow.kinds import StepKind
 from outgrow.learning import Planner
 from outgrow.planning.plan import Plan
 from outgrow.planning.problem import Problem
 from outgrow.runtime.executor import Executor
+from outgrow.turns import Turns
 from steps import (
     Make,
     ParkAll,

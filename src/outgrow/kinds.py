@@ -9,7 +9,9 @@ from itertools import count
 
 from outgrow.planning.plan import Plan
 from outgrow.runtime.recompute import Verdicts
+from outgrow.strangers import Strangers
 from outgrow.tracing.ir import Event, Fit, Phase, Trace
+from outgrow.turns import Turns
 
 # Where a kind begins to look for another plan: when its times are so far from the prediction.
 SEARCH_TOLERANCE = 0.10
@@ -17,8 +19,6 @@ SEARCH_TOLERANCE = 0.10
 TIMED_STEPS = 3
 # So often at most a kind is recorded anew: a machine whose speed wavers would be planned for without end.
 _MOST_RECORDINGS = 4
-# After a step that nobody knew, so many steps are recorded in the hope of meeting its kind again.
-_RECORDINGS_AFTER_DEPARTURE = 8
 # After a step that turned out to be of another kind, so many are watched from their begin.
 _WATCHED_AFTER_TURN = 16
 # Kinds of step that are remembered; a data loader with ragged batches would otherwise grow the list for ever.
@@ -34,12 +34,6 @@ _STRANGERS = 3
 # What a step saves, as a share of what that one saves that its plan was made for: from here on it is nearly as large,
 # and below that another plan would move less.
 _NEARLY, _MUCH_SMALLER = 0.9, 0.75
-# Where more than half of so many steps were of sizes that nobody knew, most of those to come will be.
-_STRANGE_STEPS = 16
-# Sizes that came so often among so many such steps are worth a plan of their own.
-_FREQUENT, _SIZES = 3, 32
-# Situations after which it is remembered what came; more than that have no pattern.
-_MOST_SITUATIONS = 1 << 12
 
 
 @dataclass
@@ -168,43 +162,6 @@ class StepKind:
             self.steady = False
 
 
-class Turns:
-    """How kinds of step take turns: what comes next is what came last time that it was so.
-
-    So it is when as many steps of this kind have come in a row, after as many of the kind before; or, if that is new,
-    when as many of this kind have come. That foretells the steps of two networks that are trained in turn, one to one
-    or five to one, and the smaller last batch of each epoch from the second one on. Only that another kind came is
-    remembered, and what came there since.
-    """
-
-    def __init__(self) -> None:
-        self._last = self._now = (0, 0)  # a kind, and how many of its steps came in a row
-        self._followed_by: dict[tuple[int, ...], int] = {}
-
-    def came(self, kind: int) -> None:
-        """A step of kind number `kind` is over; 0: nobody knows its kind."""
-        latest, count = self._now
-        if kind:
-            if len(self._followed_by) >= _MOST_SITUATIONS:
-                self._followed_by.clear()
-            for situation in self._situations():
-                if kind != latest or situation in self._followed_by:
-                    self._followed_by[situation] = kind
-        if kind == latest:
-            self._now = (kind, count + 1)
-        else:
-            self._last, self._now = self._now, (kind, 1)
-
-    @property
-    def next(self) -> int:
-        """The number of the next step's kind; 0 where no other kind ever came when it was like this."""
-        found = (self._followed_by.get(situation, 0) for situation in self._situations())
-        return next((kind for kind in found if kind), 0)
-
-    def _situations(self) -> tuple[tuple[int, ...], ...]:
-        return (*self._last, *self._now), self._now
-
-
 class Kinds:
     """All of them, the latest first.
 
@@ -228,11 +185,7 @@ class Kinds:
         self.syncs = syncs
         self._turns = Turns()
         self._recent: deque[int] = deque(maxlen=_RECENT_STEPS)  # the numbers of the kinds that came last
-        self._recordings_left = 1
-        self._stranger_at = self._stranger_gap = 0  # the last step of a kind that nobody knew
-        self._strange: deque[bool] = deque(maxlen=_STRANGE_STEPS)  # whether nobody knew the kinds of the last steps
-        self._sizes: deque[int] = deque(maxlen=_SIZES)  # hashes of what those saved
-        self._misfits, self._patience = 0, 1  # steps for which there is no good plan; and how many make one recorded
+        self._strangers = Strangers()
 
     def expect(self, plan: Plan) -> None:
         """A plan is there before the first step: it is followed at once, and trusted as far as its trace is."""
@@ -242,7 +195,7 @@ class Kinds:
             plan.problem.trace.packs, plan.laid_out(), measured, peak, 0.0, is_foreign=True, syncs=self.syncs
         )
         self._all = [self._numbered(self.expected)]
-        self._recordings_left = 0 if measured else 1
+        self._strangers.recordings_left = 0 if measured else 1
 
     def begin(self, syncs: tuple[bool, ...]) -> StepKind | None:
         """A step begins: what it is thought to be."""
@@ -255,9 +208,8 @@ class Kinds:
     @property
     def should_record(self) -> bool:
         """Whether the step that begins should be recorded."""
-        awaits_stranger = self._stranger_at > 0 and self.steps + 1 - self._stranger_at == self._stranger_gap
         is_settled = self.expected is not None and (self.expected.steady or self.are_ragged)
-        return not is_settled or self._recordings_left > 0 or awaits_stranger
+        return not is_settled or self._strangers.may_come(self.steps + 1)
 
     def known(self, trace: Trace) -> StepKind | None:
         """The kind of a step that was recorded, if it was met before."""
@@ -272,8 +224,8 @@ class Kinds:
     @property
     def are_ragged(self) -> bool:
         """Whether the next step is of sizes that nobody knows, for all that came lately: batches as data has them."""
-        are_strange = not self.come_again or 2 * sum(self._strange) > _STRANGE_STEPS
-        return are_strange and any(kind.is_resized for kind in self._all[:_STRANGERS])
+        are_strangers = not self.come_again or self._strangers.are_most
+        return are_strangers and any(kind.is_resized for kind in self._all[:_STRANGERS])
 
     def find(self, packs: Sequence[int]) -> StepKind | None:
         """Another kind than is expected, the most frequent whose steps begin by saving this.
@@ -311,7 +263,7 @@ class Kinds:
 
     def covering(self, trace: Trace, like: Sequence[StepKind]) -> StepKind | None:
         """Of kinds that are `like` a trace one whose plan will do for its step; None if that is worth its own."""
-        if not self.are_ragged or self._are_frequent(trace.packs):
+        if not self.are_ragged or self._strangers.come_often(trace.packs):
             return None
         others = (
             kind
@@ -328,23 +280,10 @@ class Kinds:
         """
         kind = self.expected
         assert kind is not None
-        if not self.are_ragged or self._are_frequent(packs):
-            self._is_stranger()
+        if not self.are_ragged or self._strangers.come_often(packs):
+            self._strangers.came(self.steps)
         elif fit is Fit.OTHER or sum(packs) < kind.least_saved_bytes:
-            self._is_misfit()
-
-    def _is_misfit(self) -> None:
-        """Another plan would be better: the next step is recorded in the hope that it is as large as this one.
-
-        But ever more seldom, if none is.
-        """
-        self._misfits += 1
-        if self._misfits >= self._patience:
-            self._misfits, self._patience = 0, 2 * self._patience
-            self._recordings_left = max(self._recordings_left, 1)
-
-    def _are_frequent(self, packs: tuple[int, ...]) -> bool:
-        return self._sizes.count(hash(packs)) >= _FREQUENT
+            self._strangers.had_no_good_plan()
 
     @property
     def any_parks(self) -> bool:
@@ -359,12 +298,12 @@ class Kinds:
     def count(self) -> None:
         """A step ended without an error."""
         self.steps += 1
-        self._recordings_left = max(0, self._recordings_left - 1)
+        self._strangers.count()
 
     def learnt(self, kind: StepKind) -> None:
         """A step was recorded, and was of this kind, which may be new."""
         if all(known is not kind for known in self._all):
-            self._misfits, self._patience = 0, 1
+            self._strangers.was_met()
             self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
         self.expected = kind
 
@@ -384,21 +323,15 @@ class Kinds:
             self._turned_at = self.steps
             self._hope_for(found)
         elif self.are_ragged:
-            self._is_misfit()
+            self._strangers.had_no_good_plan()
         else:
-            self._is_stranger()
+            self._strangers.came(self.steps)
         return found
-
-    def _is_stranger(self) -> None:
-        """A step came that nobody knew: its kind may come again soon, or as far ahead as the last such was ago."""
-        self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
-        self._stranger_gap = self.steps - self._stranger_at
-        self._stranger_at = self.steps
 
     def _hope_for(self, kind: StepKind) -> None:
         """A kind came that is not planned for: record the next few, as it may be among them."""
         if not kind.is_planned:
-            self._recordings_left = _RECORDINGS_AFTER_DEPARTURE
+            self._strangers.record_next()
 
     def seen(self, came: StepKind | None, followed: StepKind | None, packs: tuple[int, ...]) -> None:
         """A step of kind `came`, or of one like it but for sizes, is over (None: nobody knows it).
@@ -409,8 +342,7 @@ class Kinds:
         is_exact = came is not None and came.is_of(packs)
         if came is not None and is_exact:
             came.met += 1
-        self._strange.append(came is None or came.met < 2 or not is_exact)
-        self._sizes.append(hash(packs))
+        self._strangers.seen(packs, is_strange=came is None or came.met < 2 or not is_exact)
         self._recent.append(number)
         if followed is not None and self.expected is not None:
             # What comes most is what comes next; of two that come as often, the latest.
@@ -425,7 +357,7 @@ class Kinds:
 
     def refused(self) -> None:
         """There was no room for a step that nobody recorded, and that was not what was expected: record the next."""
-        self._recordings_left = max(self._recordings_left, 1)
+        self._strangers.record_next(1)
 
     def _numbered(self, kind: StepKind) -> StepKind:
         kind.number = next(self._numbers)

@@ -1,0 +1,72 @@
+"""Steps of kinds that nobody knows: which steps are recorded in the hope of meeting them again."""
+
+from __future__ import annotations
+
+from collections import deque
+
+# After a step that nobody knew, so many are recorded.
+_RECORDINGS = 8
+# Where more than half of so many steps were strangers, most of those to come will be.
+_LATEST_STEPS = 16
+# Sizes that came so often among so many steps are worth a plan of their own.
+_OFTEN, _REMEMBERED_STEPS = 3, 32
+
+
+class Strangers:
+    """What is known of them.
+
+    Attributes:
+        recordings_left: how many of the next steps are recorded.
+    """
+
+    def __init__(self) -> None:
+        self.recordings_left = 1
+        self._at = self._gap = 0  # the last step that was one, and how long it was after the one before
+        self._latest: deque[bool] = deque(maxlen=_LATEST_STEPS)
+        self._sizes: deque[int] = deque(maxlen=_REMEMBERED_STEPS)  # hashes of what steps saved
+        self._misfits, self._patience = 0, 1  # steps without a good plan, and how many of them have one recorded
+
+    def may_come(self, step: int) -> bool:
+        """Whether a step should be recorded: a stranger came lately, or may come again as late as the last one."""
+        return self.recordings_left > 0 or (self._at > 0 and step - self._at == self._gap)
+
+    def came(self, step: int) -> None:
+        """A step was one: its kind may come again soon, or as far ahead as the last such was ago."""
+        self.record_next()
+        self._gap, self._at = step - self._at, step
+
+    def had_no_good_plan(self) -> None:
+        """A step was one among many: the next is recorded in the hope that it is as large.
+
+        But ever more seldom, if none is.
+        """
+        self._misfits += 1
+        if self._misfits >= self._patience:
+            self._misfits, self._patience = 0, 2 * self._patience
+            self.record_next(1)
+
+    def was_met(self) -> None:
+        """One was recorded, and is none any more."""
+        self._misfits, self._patience = 0, 1
+
+    def record_next(self, steps: int = _RECORDINGS) -> None:
+        """So many of the next steps are recorded at least."""
+        self.recordings_left = max(self.recordings_left, steps)
+
+    def count(self) -> None:
+        """A step ended without an error."""
+        self.recordings_left = max(0, self.recordings_left - 1)
+
+    def seen(self, packs: tuple[int, ...], *, is_strange: bool) -> None:
+        """A step saved tensors of so many bytes."""
+        self._latest.append(is_strange)
+        self._sizes.append(hash(packs))
+
+    @property
+    def are_most(self) -> bool:
+        """Whether most steps are."""
+        return 2 * sum(self._latest) > _LATEST_STEPS
+
+    def come_often(self, packs: tuple[int, ...]) -> bool:
+        """Whether steps that save tensors of so many bytes do."""
+        return self._sizes.count(hash(packs)) >= _OFTEN
