@@ -15,7 +15,7 @@ import outgrow
 from outgrow.kinds import Kinds, StepKind
 from outgrow.planning.plan import make_plan
 from outgrow.planning.problem import Problem
-from outgrow.runtime.care import Precedent
+from outgrow.runtime.care import Need, Precedent
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.outcome import StepOutcome
@@ -328,19 +328,16 @@ def test_where_no_plan_is_good_steps_are_recorded_but_ever_more_seldom(traces: d
 # --- what is known of ops ---
 
 
-def test_what_an_op_takes_on_a_larger_batch_bounds_what_it_takes_on_a_smaller_one(traces: dict[int, Trace]) -> None:
+def test_the_workspace_of_an_op_on_a_larger_batch_bounds_that_on_a_smaller_one(traces: dict[int, Trace]) -> None:
     trace = traces[32]
     number = next(number for number, op in enumerate(trace.ops) if op.name == "aten.gelu.default")
     op, precedent = trace.ops[number], Precedent(trace)
     given = sum(trace.values[index].nbytes for index in op.inputs)
-    need = precedent.before(number, op.name, given)
-    assert need is not None
-    assert need.likely_bytes == sum(trace.values[index].nbytes for index in op.outputs) + op.workspace_bytes
-    assert precedent.before(number, "aten.relu.default", given) is None, "another op"
-    assert precedent.before(number, op.name, given + 1) is None, "it is given more"
-    last = len(trace.ops) - 1
-    assert precedent.is_over(last)
-    assert precedent.before(last, trace.ops[last].name, 0) is None, "the optimizer's"
+    guess = Need(certain_bytes=100, likely_bytes=1 << 20, measured=False)
+    assert precedent.bound(guess, number, op.name, given).likely_bytes == 100 + op.workspace_bytes
+    assert precedent.bound(guess, number, "aten.relu.default", given) == guess, "another op"
+    assert precedent.bound(guess, number, op.name, given + 1) == guess, "it is given more"
+    assert precedent.bound(guess, len(trace.ops), op.name, 0) == guess, "the larger step is over by then"
 
 
 def test_a_recipe_that_was_proved_on_a_small_batch_is_proved_anew_on_a_larger_one(

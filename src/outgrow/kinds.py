@@ -31,9 +31,10 @@ _GUESS_STEPS = 2
 # Where so many kinds in a row came once only, a new one is planned for when it comes again, if it is not like another
 # but for its sizes.
 _STRANGERS = 3
-# What a step saves, as a share of what that one saves that its plan was made for: from here on it is nearly as large,
-# and below that another plan would move less.
-_NEARLY, _MUCH_SMALLER = 0.9, 0.75
+# A step that saves less than this share of what its plan was made for moves more than it would have to.
+_MUCH_SMALLER = 0.75
+# After so many steps in a row that began like smaller ones of a kind, and were not, no step is taken for one.
+_MOST_MISLED = 3
 
 
 @dataclass
@@ -58,11 +59,12 @@ class StepKind:
         recent: times and stalls of the last steps under this plan, in seconds, `timed_steps` at most: so many are
             asked before times are set right.
         fits: the plan was seen to fit: a step that could have parked more than it had no need to.
-        held: bytes of what was saved by the largest step that is smaller, went by the plan, and was seen to fit.
+        largest_held: what the largest step saved that is smaller, went by the plan, and was seen to fit; in bytes.
         is_foreign: the plan's trace is not this session's, whose storages have other numbers.
         number: which one it is; 0 before the session knows it.
         met: how many steps of this kind there were.
         is_planned: whether a plan was searched for; else the cache decides until it comes again.
+        is_rough: its plan was made at once, and is for steps of all sizes up to its own.
         is_resized: when it was met first, there was one that differs from it in its sizes alone.
         syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
     """
@@ -82,12 +84,13 @@ class StepKind:
     recent: list[tuple[float, float]] = field(default_factory=list)
     timed_steps: int = TIMED_STEPS
     fits: bool = False
-    held: tuple[int, ...] = ()
+    largest_held: tuple[int, ...] = ()
     is_foreign: bool = False
     number: int = 0
     met: int = 0
     is_planned: bool = True
     is_resized: bool = False
+    is_rough: bool = False
     syncs: tuple[bool, ...] = ()
 
     def begins_with(self, packs: Sequence[int]) -> bool:
@@ -98,12 +101,14 @@ class StepKind:
         """Whether a step that saved tensors of so many bytes is of this kind."""
         return len(packs) == len(self.packs) and self.begins_with(packs)
 
-    def holds(self, packs: Sequence[int]) -> bool:
-        """Whether steps that begin by saving tensors of so many bytes are known to fit."""
-        return self.fits or (
-            len(packs) <= len(self.held)
-            and all(nbytes <= held for nbytes, held in zip(packs, self.held, strict=False))
-        )
+    @property
+    def held(self) -> tuple[int, ...] | None:
+        """Bytes of the tensors that steps may save that are known to fit; None if nothing is known."""
+        if self.plan.problem.trace.varies:
+            return None
+        if self.fits or self.plan.keeps_everything:
+            return tuple(saved.nbytes for saved in self.plan.problem.trace.saved)
+        return self.largest_held or None
 
     @property
     def saved_bytes(self) -> int:
@@ -114,11 +119,6 @@ class StepKind:
     def least_saved_bytes(self) -> int:
         """A step that saves less than this is better off with another plan."""
         return 0 if self.plan.keeps_everything else int(_MUCH_SMALLER * self.saved_bytes)
-
-    @property
-    def likely_fits(self) -> bool:
-        """Whether it was seen to fit, or nearly as large a step was."""
-        return self.fits or sum(self.held) >= _NEARLY * self.saved_bytes
 
     def is_like(self, trace: Trace) -> bool:
         """Whether the step of a trace is of this kind: two may save the same, and differ in their backward passes."""
@@ -143,7 +143,8 @@ class StepKind:
         self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
         self.verdicts.cramped.clear()  # another plan has room elsewhere
         self.plan, self.steady, self.fits, self.is_foreign, self.is_planned = plan, steady, False, False, True
-        self.held = ()
+        self.largest_held = ()
+        self.is_rough = False
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.seconds_since, self.wants_search = 0.0, False
         self.searched_seconds = plan.simulate().step_seconds
@@ -186,6 +187,8 @@ class Kinds:
         self._turns = Turns()
         self._recent: deque[int] = deque(maxlen=_RECENT_STEPS)  # the numbers of the kinds that came last
         self._strangers = Strangers()
+        self._misled = 0  # steps in a row that departed from the plan of a larger one
+        self._fit = Fit.EXACT  # how the step that is open compares with the expected kind
 
     def expect(self, plan: Plan) -> None:
         """A plan is there before the first step: it is followed at once, and trusted as far as its trace is."""
@@ -200,7 +203,7 @@ class Kinds:
     def begin(self, syncs: tuple[bool, ...]) -> StepKind | None:
         """A step begins: what it is thought to be."""
         self.syncs = syncs
-        self.has_turned = False
+        self.has_turned, self._fit = False, Fit.EXACT
         if self.expected is not None and self.expected.syncs != syncs:
             self.expected = max(self._such(), key=self._frequency, default=None)
         return self.expected
@@ -224,25 +227,30 @@ class Kinds:
     @property
     def are_ragged(self) -> bool:
         """Whether the next step is of sizes that nobody knows, for all that came lately: batches as data has them."""
-        are_strangers = not self.come_again or self._strangers.are_most
+        are_strangers = not self.come_again or self._strangers.are_many
         return are_strangers and any(kind.is_resized for kind in self._all[:_STRANGERS])
 
-    def find(self, packs: Sequence[int]) -> StepKind | None:
-        """Another kind than is expected, the most frequent whose steps begin by saving this.
+    def find(self, packs: Sequence[int], *, is_late: bool = False) -> StepKind | None:
+        """A kind whose steps begin by saving this: another than is expected, the most frequent.
 
         Where there is none, the smallest that saves more; or, where batches are ragged, one that saves the same in
-        other sizes: that by which the step has gone so far, else the largest. Either may be the expected one.
+        other sizes: that by which the step has gone so far, else the largest. Either may be the expected one; where it
+        `is_late` it must.
         """
-        known = [kind for kind in self._such() if len(packs) <= kind.plan.problem.trace.saved_first]
+        if is_late:
+            known = [] if self.expected is None else [self.expected]
+        else:
+            known = [kind for kind in self._such() if len(packs) <= kind.plan.problem.trace.saved_first]
         fits = [(kind, kind.plan.problem.trace.fit_of(packs)) for kind in known]
         exact = (kind for kind, fit in fits if fit is Fit.EXACT and kind is not self.expected)
         smaller = (kind for kind, fit in fits if fit is Fit.SMALLER)
         others = (kind for kind, fit in fits if fit is Fit.OTHER and kind.plan.evicts and self.are_ragged)
         goes_by = self.expected if self.has_turned else None
-        return (
-            max(exact, key=self._frequency, default=None)
-            or min(smaller, key=lambda kind: kind.saved_bytes, default=None)
-            or max(others, key=lambda kind: (kind is goes_by, kind.saved_bytes), default=None)
+        found = max(exact, key=self._frequency, default=None)
+        if found is not None or self._misled >= _MOST_MISLED:
+            return found
+        return min(smaller, key=lambda kind: kind.saved_bytes, default=None) or max(
+            others, key=lambda kind: (kind is goes_by, kind.saved_bytes), default=None
         )
 
     def turn_to(self, kind: StepKind, fit: Fit = Fit.EXACT) -> None:
@@ -251,7 +259,7 @@ class Kinds:
             if kind.plan.spill_bytes:
                 self._make_way(kind.plan.spill_bytes)
             self._turned_at = self.steps
-        self.expected, self.has_turned = kind, True
+        self.expected, self.has_turned, self._fit = kind, True, fit
         if fit is Fit.EXACT:
             self._hope_for(kind)
 
@@ -280,6 +288,7 @@ class Kinds:
         """
         kind = self.expected
         assert kind is not None
+        self._misled = 0
         if not self.are_ragged or self._strangers.come_often(packs):
             self._strangers.came(self.steps)
         elif fit is Fit.OTHER or sum(packs) < kind.least_saved_bytes:
@@ -293,7 +302,8 @@ class Kinds:
     @property
     def come_in_no_order(self) -> bool:
         """Whether the step that begins may well be of another kind than is expected, for all that came lately."""
-        return self._turned_at >= max(0, self.steps - _WATCHED_AFTER_TURN)
+        turned_lately = self._turned_at >= max(0, self.steps - _WATCHED_AFTER_TURN)
+        return turned_lately and any(kind.plan.needs_watch for kind in self._all)
 
     def count(self) -> None:
         """A step ended without an error."""
@@ -304,6 +314,7 @@ class Kinds:
         """A step was recorded, and was of this kind, which may be new."""
         if all(known is not kind for known in self._all):
             self._strangers.was_met()
+            self._misled = 0
             self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
         self.expected = kind
 
@@ -312,6 +323,7 @@ class Kinds:
 
         Where nobody knows it, the next few are recorded, and one as far ahead as the last such was ago.
         """
+        self._misled += self._fit is not Fit.EXACT
         found = next((kind for kind in self._such() if kind is not self.expected and kind.is_of(packs)), None)
         if found is not None and self.expected is not None and self.expected.is_of(packs):
             # It went back otherwise: as the other one does, or in a way of its own. Who guesses again guessed wrong.

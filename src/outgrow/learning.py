@@ -103,9 +103,13 @@ class Planner:
         kind.seconds_since += outcome.seconds
         if self._sets_right(kind, outcome, hardware):
             kind.wants_search = True
-        if not kind.wants_search or kind.seconds_since < _TRAINING_PER_SEARCH * kind.plan_seconds:
+        if not (kind.wants_search and self.is_worth_a_search(kind)):
             return False
-        return self._searches_again(kind, budget_bytes)
+        return self.search_again(kind, budget_bytes)
+
+    def is_worth_a_search(self, kind: StepKind) -> bool:
+        """Whether steps took long enough since the last search for another one."""
+        return kind.seconds_since >= _TRAINING_PER_SEARCH * kind.plan_seconds
 
     def _sets_right(self, kind: StepKind, outcome: StepOutcome, hardware: Hardware) -> bool:
         """Set the times of a kind's trace right, if they are not; whether another plan may be better in those."""
@@ -135,7 +139,7 @@ class Planner:
         # No plan is faster than the plain step.
         return now.plain_step_seconds <= now.step_seconds * _WORTH_CHANGING
 
-    def _searches_again(self, kind: StepKind, budget_bytes: int) -> bool:
+    def search_again(self, kind: StepKind, budget_bytes: int) -> bool:
         """Take another plan, if a search finds one that is clearly better."""
         kind.wants_search = False
         now, started = kind.plan.simulate(), time.perf_counter()
@@ -149,7 +153,7 @@ class Planner:
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
             kind.tolerance *= 2
             return False
-        kind.plan, kind.fits, kind.timed_steps = other, False, TIMED_STEPS
+        kind.plan, kind.fits, kind.largest_held, kind.timed_steps = other, False, (), TIMED_STEPS
         kind.searched_seconds = then.step_seconds
         kind.verdicts.cramped.clear()
         is_said = format_seconds(now.step_seconds)

@@ -361,7 +361,7 @@ class Session:
         verdicts = Verdicts() if kind is None else kind.verdicts
         if self._recorder is not None:
             self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
-        fits = kind is not None and (kind.likely_fits if self._kinds.are_ragged else kind.fits)
+        fits = kind is not None and kind.fits
         is_foreign = kind is not None and kind.is_foreign
         self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch, fits=fits, is_foreign=is_foreign)
         self._begun = plan
@@ -409,9 +409,11 @@ class Session:
             expected.fits = fits and not plan.problem.trace.varies  # the next one may be larger
         if outcome.followed and outcome.fit is not Fit.EXACT:
             assert expected is not None
-            if outcome.fits and sum(outcome.packs) > sum(expected.held):
-                expected.held = outcome.packs
+            if outcome.fits and outcome.fit is Fit.SMALLER and sum(outcome.packs) > sum(expected.largest_held):
+                expected.largest_held = outcome.packs
+            self._wary = self._wary or (outcome.knows_peak and outcome.peak_bytes > self.budget_bytes)
             self._kinds.resembled(outcome.packs, outcome.fit)
+            self._refine(expected, outcome.seconds)
             plan = None  # what it predicts is not for such sizes
         is_known_well = outcome.followed and expected is not None and expected.steady
         came = expected if outcome.followed else None
@@ -488,11 +490,13 @@ class Session:
         is_planned = comes_again or is_for_many or not self._planner.searches
         with self._interrupts.let_in():
             if is_planned:
-                at_once = known is None and not is_for_many  # the next such step is recorded, too
-                plan = self._planner.plan(problem, at_once=at_once)
+                plan = self._planner.plan(
+                    problem, at_once=known is None
+                )  # it is planned for again, if it comes again
             else:
                 plan = self._planner.without_search(problem)
-        if steady or is_for_many or not plan.evicts:
+        did_fit = outcome.knows_peak and outcome.peak_bytes <= self.budget_bytes
+        if not plan.evicts or (steady and not did_fit):
             self._refuse_what_cannot_fit(plan)
         seconds = time.perf_counter() - start
         if known is None:
@@ -504,6 +508,7 @@ class Session:
                 seconds,
                 is_planned=is_planned,
                 is_resized=bool(like),
+                is_rough=is_planned,
                 syncs=self._kinds.syncs,
             )
             sizes = (len(trace.ops), len(trace.saved), format_bytes(outcome.peak_bytes))
@@ -519,6 +524,14 @@ class Session:
             _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
         self._kinds.learnt(known)
         return known
+
+    def _refine(self, kind: StepKind, seconds: float) -> None:
+        """A step of `seconds` went by the plan of a larger one, which may never come again: plan better for those."""
+        kind.seconds_since += seconds
+        if kind.is_rough and self._planner.searches and self._planner.is_worth_a_search(kind):
+            kind.is_rough = False
+            with self._where_memory_allows(), self._interrupts.let_in():
+                self._replans += self._planner.search_again(kind, self._planned_budget)
 
     def _is_fuller_than(self, plan: Plan | None) -> bool:
         """Whether more is there as a step begins than its plan reckons with."""

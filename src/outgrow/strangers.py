@@ -6,8 +6,8 @@ from collections import deque
 
 # After a step that nobody knew, so many are recorded.
 _RECORDINGS = 8
-# Where more than half of so many steps were strangers, most of those to come will be.
-_LATEST_STEPS = 16
+# Where so many of so many steps were strangers, others will come.
+_MANY, _LATEST_STEPS = 4, 16
 # Sizes that came so often among so many steps are worth a plan of their own.
 _OFTEN, _REMEMBERED_STEPS = 3, 32
 
@@ -63,9 +63,9 @@ class Strangers:
         self._sizes.append(hash(packs))
 
     @property
-    def are_most(self) -> bool:
-        """Whether most steps are."""
-        return 2 * sum(self._latest) > _LATEST_STEPS
+    def are_many(self) -> bool:
+        """Whether many of the latest steps were."""
+        return len(self._latest) == _LATEST_STEPS and sum(self._latest) >= _MANY
 
     def come_often(self, packs: tuple[int, ...]) -> bool:
         """Whether steps that save tensors of so many bytes do."""

@@ -23,8 +23,7 @@ class Need:
 
     `certain_bytes` are its outputs at least; `likely_bytes` has the workspace too, measured or guessed. Where output
     sizes depend on data, `likely_bytes` is the most so far and never counts as measured, although such an op was
-    `seen` to run. `is_open` is what takes a workspace only of what is free, another one each time. Where it is the
-    need of the same op on a larger batch, `beside_bytes` of it are workspace.
+    `seen` to run. `is_open` is what takes a workspace only of what is free, another one each time.
     """
 
     certain_bytes: int
@@ -33,7 +32,6 @@ class Need:
     depends_on_data: bool = False
     is_open: bool = False
     seen: bool = False
-    beside_bytes: int | None = None
 
 
 # What views and ops that write over their input add.
@@ -50,27 +48,20 @@ _MOST_TAUGHT = 32.0
 
 
 class Precedent:
-    """A step on a larger batch: what its ops needed bounds the needs of ours, which nobody measured."""
+    """A step on a larger batch: its ops' workspaces bound those of ours, where nobody measured them."""
 
     def __init__(self, trace: Trace) -> None:
         self._ops = trace.ops
         self._values = trace.values
-        self._last = trace.ticks[-1].op if trace.ticks else -1
 
-    def is_over(self, number: int) -> bool:
-        """Whether op `number` comes after all that is saved: what runs then goes by the parameters."""
-        return number > self._last
-
-    def before(self, number: int, name: str, given_bytes: int) -> Need | None:
-        """What op `number` of the step, which reads so many bytes, needs at most; None if it is another op."""
-        if self.is_over(number) or number >= len(self._ops) or self._ops[number].name != name:
-            return None
-        op, values = self._ops[number], self._values
-        if given_bytes > sum(values[index].nbytes for index in op.inputs):
-            return None
-        made = sum(values[index].nbytes for index in op.outputs if values[index].version == 0)
-        beside = op.workspace_bytes
-        return Need(0, made + beside, measured=True, seen=True, beside_bytes=beside)
+    def bound(self, need: Need, number: int, name: str, given_bytes: int) -> Need:
+        """What op `number` of the step needs, which reads so many bytes, if it is the same op of the larger step."""
+        if number >= len(self._ops) or self._ops[number].name != name:
+            return need
+        op = self._ops[number]
+        if given_bytes > sum(self._values[index].nbytes for index in op.inputs):
+            return need
+        return replace(need, likely_bytes=min(need.likely_bytes, need.certain_bytes + op.workspace_bytes))
 
 
 class OpNeeds:
@@ -91,9 +82,9 @@ class OpNeeds:
         self._taught: dict[Hashable, float] = {}  # how many times its guess an op took, by family
 
     def before(
-        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], bound: Need | None = None
+        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Hashable, Need]:
-        """The signature of a call and what it will need, no more than `bound` if that is known."""
+        """The signature of a call and what it will need."""
         # A collective takes no memory of PyTorch's allocators on a CPU, and no two calls have the same process group.
         if facts.is_view or facts.is_collective:
             return None, NOTHING
@@ -102,8 +93,6 @@ class OpNeeds:
         sizes = tuple(args) if facts.sized_by_floats else ()
         signature = (*signature_of(facts.name, args, kwargs), sizes)
         need = self._needs.get(signature)
-        if need is None and bound is not None:
-            return signature, replace(bound, measured=False)
         if need is None:
             if len(self._needs) >= _MOST_SIGNATURES:
                 self._needs.clear()

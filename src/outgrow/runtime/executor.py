@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
+from operator import le
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -63,7 +64,8 @@ class Known(Protocol):
     def verdicts(self) -> Verdicts: ...
     @property
     def is_foreign(self) -> bool: ...
-    def holds(self, packs: Sequence[int], /) -> bool: ...
+    @property
+    def held(self) -> Sequence[int] | None: ...
 
 
 _Known = TypeVar("_Known", bound=Known)
@@ -72,9 +74,11 @@ _Known = TypeVar("_Known", bound=Known)
 class Others(Protocol[_Known]):
     """The kinds of step that are known."""
 
-    def find(self, packs: Sequence[int]) -> _Known | None:
-        """Another one than was expected, whose steps begin by saving tensors of so many bytes; or one for sizes that
-        nobody knows, made for larger ones if there is such."""
+    def find(self, packs: Sequence[int], *, is_late: bool = False) -> _Known | None:
+        """One whose steps begin by saving tensors of so many bytes, or like it but for sizes that nobody knows.
+
+        Where it `is_late`, the step goes on by the plan that it goes by, or by none.
+        """
 
     def turn_to(self, kind: _Known, fit: Fit, /) -> None:
         """The step is of that kind, or like it but for sizes."""
@@ -360,6 +364,7 @@ class Executor:
         current.forget()
         self._hooks.forget()
         self._is_counted_by_blocks = self._unseen = False
+        self._limits: Sequence[int] | None = None  # what the plan was seen to hold, of a step of other sizes
         self._follower.begin(plan)
         self._runner.goes_by(None)
         verdicts = verdicts or Verdicts()
@@ -398,6 +403,10 @@ class Executor:
             return
         if self._follower.advance(event, handle, entry) or self._turns(event, handle, entry):
             self._current.look()
+            limits = self._limits
+            if limits is not None and event is Event.PACK and handle.nbytes > limits[handle.number]:
+                self._needs_more()
+                self._fast.stop()
         else:
             self._depart()
 
@@ -442,9 +451,10 @@ class Executor:
         What was saved so far stays where it is, unless the cache sends it away.
         """
         ticks, hooks = self._staying.ticks, self._hooks
-        if self._current.recording is not None or self._compiled or ticks.tick != ticks.number:
-            return False  # what is recorded tells more without; and where something was unpacked, much was missed
-        other = self._others.find(hooks.packs)
+        if self._current.recording is not None or self._compiled:
+            return False  # what is recorded tells more without
+        # Where something was unpacked, much was missed of any other plan.
+        other = self._others.find(hooks.packs, is_late=ticks.tick != ticks.number)
         fit = None if other is None else other.plan.problem.trace.fit_of(hooks.packs)
         if other is None or fit is None or (fit is Fit.OTHER and not self._current.is_watched):
             return False
@@ -457,7 +467,8 @@ class Executor:
         watched = self._current.is_watched
         if not watched and other.plan.needs_watch:  # ops are numbered where they are watched
             return False
-        holds = other.holds(hooks.packs) and _begins_at(other.plan, ticks.tick - 1)
+        limits = _limits_of(other, fit)
+        holds = limits is not None and _is_within(hooks.packs, limits) and _begins_at(other.plan, ticks.tick - 1)
         on_demand = watched and self._can_park and not holds
         parks = on_demand or self._parking.is_for(other.plan)
         if watched and not self._join_modes(parks=parks):
@@ -470,11 +481,13 @@ class Executor:
         self._reuser.begin(plan, kinds)
         self._parking.turn_to(plan, other.verdicts, is_foreign=other.is_foreign)
         self._memory.go_astray()
-        self._fast.turn_to(plan, fit, may_pass=not on_demand)
         if on_demand:
             self._park_on_demand()
         else:
-            self._staying.begin(plan, kinds, watched=watched, fit=fit)
+            self._relax(plan)
+            self._staying.begin(plan, kinds, watched=watched, fit=fit, limits=limits)
+        self._fast.turn_to(plan, fit, may_pass=not self._demand.on)
+        self._limits = limits
         self._follower.begin(plan, ticks.tick - 1)
         self._takes_sizes(fit)
         return self._follower.advance(event, handle, entry)
@@ -485,21 +498,38 @@ class Executor:
             return False
         self._others.turn_to(kind, fit)
         self._memory.go_astray()
-        watched, was_on = self._current.is_watched, self._staying.is_on
+        watched = self._current.is_watched
         self._staying.stop()
-        if watched and not kind.holds(self._hooks.packs):
-            self._park_on_demand()
-        elif was_on:
-            self._staying.begin(kind.plan, self._current.kinds, watched=watched, fit=fit)
+        limits = _limits_of(kind, fit)
+        if limits is None or not _is_within(self._hooks.packs, limits):
+            self._needs_more()
+        else:
+            self._relax(kind.plan)
+            self._staying.begin(kind.plan, self._current.kinds, watched=watched, fit=fit, limits=limits)
+        self._limits = limits
         self._fast.turn_to(kind.plan, fit, may_pass=not self._demand.on)
         self._staying.ticks.tick -= 1
         self._takes_sizes(fit)
         return self._follower.advance(event, handle, entry)
 
+    def _relax(self, plan: Plan) -> None:
+        """The plan holds the step: what nobody knew of it need not leave on demand, if it did not yet."""
+        if self._demand.on and not (self._demand.nbytes or self._parking.busy):
+            self._parking.end_on_demand(plan)
+            self._demand.begin({}, on=False)
+
+    def _needs_more(self) -> None:
+        """The step may need more than its plan provides for: park on demand from here on, if that can be."""
+        self._limits = None
+        if self._current.is_watched and self._can_park and not self._demand.on and self._join_modes(parks=True):
+            self._staying.stop()
+            self._park_on_demand()
+
     def _takes_sizes(self, fit: Fit) -> None:
         """From here on the step may save other sizes than its plan's, as they `fit`."""
         self._follower.fit = fit
         if fit is not Fit.EXACT:
+            self._parking.loosen()
             plan = self._follower.plan
             assert plan is not None
             self._runner.goes_by(Precedent(plan.problem.trace))
@@ -509,6 +539,7 @@ class Executor:
         where = self._follower.where()
         _LOG.info("fallback: the step departs from its trace %s; the cache decides from here on", where)
         self._follower.begin(None)
+        self._limits = None
         self._runner.goes_by(None)
         self._reuser.begin(None, {})
         self._memory.go_astray()
@@ -521,8 +552,9 @@ class Executor:
 
     def _suppose_inputs(self) -> None:
         """The step will be watched: what nothing saves of a batch was read before, as much as in steps like this."""
-        kind = self._others.find(self._hooks.packs)
-        if kind is not None and not self._supposed_bytes:
+        packs = self._hooks.packs
+        kind = self._others.find(packs)
+        if kind is not None and kind.plan.problem.trace.fit_of(packs) is Fit.EXACT and not self._supposed_bytes:
             self._supposed_bytes = kind.plan.problem.trace.unsaved_input_bytes
             self._ledger.suppose(self._supposed_bytes)
 
@@ -560,6 +592,15 @@ class Executor:
             self._current.sees_functions = True
             self._stack.enter_context(Access(self._parking))
         return True
+
+
+def _limits_of(kind: Known, fit: Fit) -> Sequence[int] | None:
+    """Bytes of the tensors that a kind's plan was seen to hold, if a step that compares so may be held by it."""
+    return kind.held if fit is not Fit.OTHER else None
+
+
+def _is_within(packs: Sequence[int], limits: Sequence[int]) -> bool:
+    return len(packs) <= len(limits) and all(map(le, packs, limits))
 
 
 def _begins_at(plan: Plan, tick: int) -> bool:

@@ -68,6 +68,7 @@ struct Expected {
   int64_t rise;      // bytes that it adds at its worst moment
   int64_t flags;     // kGated (it may be done in another way where it is refused some of them), kWrites, kDraws
   uint64_t written;  // a bit for each argument that it writes to
+  int64_t first_bound, bounds;  // where in `State::bounds` its sizes are, which it may not pass, and how many
 };
 
 // Shared with fastpath.py, field by field.
@@ -78,7 +79,7 @@ struct State {
   int64_t bell;            // somebody wants Python to see the next op, as memory is free by now
   int64_t level;           // bytes that the step comes to at its most: below, that memory may as well wait
   int64_t open;            // whether the allocator refuses nothing that fits the budget
-  int64_t loose;           // whether ops may be of other sizes than were learned
+  int64_t loose;           // whether ops may be smaller than those that were learned, which goes on and on
   int64_t modes;           // how many dispatch modes there are, ours with them
   int64_t budget;          // bytes
   int64_t peak;            // the highest live bytes at any op that passed
@@ -88,6 +89,7 @@ struct State {
   int64_t statm, page;     // the open /proc/self/statm, and bytes of a page there
   const int64_t* needs;    // of each op what it adds, in bytes, and what else there is to say; -1: it needs care
   Expected* expected;
+  std::vector<int64_t>* bounds;        // of ops that may be of other sizes than were learned
   const std::atomic<int64_t>* booked;  // live bytes that the ledger knows of
   Count* count;                        // live bytes of what passed
   void (*count_in)(void*);
@@ -194,6 +196,44 @@ uint64_t look_of(const State& now, c10::DispatchKeySet keys, const torch::jit::S
     }
   }
   return hash | 1;
+}
+
+// Sees each size and each whole number among the arguments of a call, in order.
+template <typename See>
+void see_sizes(const torch::jit::Stack& stack, size_t count, See&& see) {
+  const auto see_tensor = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    for (const int64_t size : tensor.sizes()) see(size, true);
+  };
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    const c10::IValue& item = stack[i];
+    if (item.isTensor()) {
+      see_tensor(item.toTensor());
+    } else if (item.isInt()) {
+      see(item.toInt(), false);
+    } else if (item.isList()) {
+      for (const c10::IValue& inner : item.toListRef()) {
+        if (inner.isTensor())
+          see_tensor(inner.toTensor());
+        else if (inner.isInt())
+          see(inner.toInt(), false);
+      }
+    }
+  }
+}
+
+// Whether a call is no larger than the one that was learned, and so takes no more. The numbers that a view is made with
+// do not matter: it takes nothing.
+bool is_within(const State& now, const Expected& next, const torch::jit::Stack& stack, size_t count) {
+  if (!now.loose) return true;
+  int64_t seen = 0;
+  bool is_smaller = true;
+  see_sizes(stack, count, [&](int64_t size, bool of_tensor) {
+    if (seen < next.bounds && (of_tensor || next.rise > 0) && size > (*now.bounds)[next.first_bound + seen])
+      is_smaller = false;
+    ++seen;
+  });
+  return is_smaller && seen == next.bounds;
 }
 
 // Whether a library would find memory on the heap: where there is none, oneDNN ends the process.
@@ -367,7 +407,7 @@ bool passes(State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 }
 
 // An op of the step that is learned has run: if none of those that it came apart into needs care, it may pass.
-void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t look) {
+void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t look, const std::vector<int64_t>& sizes) {
   const int64_t ops = now.number - first;
   if (now.number > now.length || op.operator_name().name.rfind("aten::", 0) != 0) return;
   int64_t rise = 0, flags = 0;
@@ -385,7 +425,17 @@ void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t lo
     if (i >= 64 || !writes) return;
     written |= uint64_t{1} << i;
   }
-  now.expected[first] = Expected{&op.schema(), look, ops, rise, flags, written};
+  Expected& known = now.expected[first];
+  const auto bounds = static_cast<int64_t>(sizes.size());
+  int64_t first_bound = known.first_bound;
+  if (now.loose) {
+    if (known.bounds != bounds) {
+      first_bound = static_cast<int64_t>(now.bounds->size());
+      now.bounds->resize(now.bounds->size() + sizes.size());
+    }
+    std::copy(sizes.begin(), sizes.end(), now.bounds->begin() + first_bound);
+  }
+  known = Expected{&op.schema(), look, ops, rise, flags, written, first_bound, now.loose ? bounds : 0};
 }
 
 // Whether an op writes to nothing that anybody follows.
@@ -472,21 +522,24 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   }
   const size_t count = op.schema().arguments().size();
   const int64_t first = now->number;
-  if (now->learns) {
-    const uint64_t look = look_of(*now, keys, *stack, count);
-    op.redispatchBoxed(keys, stack);
-    if (look != 0 && now->number > first) learn(*now, op, first, look);
-    return;
-  }
   const Expected next = now->expected[first];  // a copy: the step may turn to another plan meanwhile
-  if (next.op == &op.schema() && next.look == look_of(*now, keys, *stack, count) && all_there(*stack, count) &&
-      all_known(*now, *stack, count) && writes_safely(next, *stack, count) && fits(*now, next) &&
-      passes(*now, op, keys, stack, count, next.flags & kDraws)) {
+  const uint64_t look = now->learns || next.op == &op.schema() ? look_of(*now, keys, *stack, count) : 0;
+  if (now->passes && next.op == &op.schema() && look != 0 && next.look == look && is_within(*now, next, *stack, count) &&
+      all_there(*stack, count) && all_known(*now, *stack, count) && writes_safely(next, *stack, count) &&
+      fits(*now, next) && passes(*now, op, keys, stack, count, next.flags & kDraws)) {
     now->number += next.ops;
     now->passed += next.ops;
     return;
   }
+  if (!now->learns) {
+    op.redispatchBoxed(keys, stack);
+    return;
+  }
+  std::vector<int64_t> sizes;
+  if (now->loose) see_sizes(*stack, count, [&](int64_t size, bool) { sizes.push_back(size); });
+  const Expected* const lesson = now->expected;
   op.redispatchBoxed(keys, stack);
+  if (look != 0 && now->learns && now->expected == lesson && now->number > first) learn(*now, op, first, look, sizes);
 }
 
 torch::Library* library = nullptr;
@@ -547,6 +600,9 @@ void outgrow_fastpath_parked(const void* storage, int is_parked) { note(parked, 
 
 // What a ledger counts itself, to be told of each storage that it begins or ends to count.
 Storages* outgrow_fastpath_new_books() { return new Storages; }
+std::vector<int64_t>* outgrow_fastpath_new_bounds() { return new std::vector<int64_t>; }
+void outgrow_fastpath_end_bounds(std::vector<int64_t>* bounds) { delete bounds; }
+
 void outgrow_fastpath_booked(Storages* books, const void* storage, int is_booked) { note(*books, storage, is_booked); }
 void outgrow_fastpath_end_books(Storages* books) {
   const std::lock_guard guard(looking);

@@ -4,8 +4,8 @@ The first step under a plan is the lesson: the executor says of each op that it 
 those that follow, native code lets the others pass, as long as they are the ones expected and fit the budget. A
 session that begins with a plan meets ops whose needs nobody has measured: its lesson takes a step more.
 
-Steps that are smaller than their plan's have a lesson of their own, by which ops of any sizes pass: they need no more
-than the plan's.
+Steps that are smaller than their plan's have a lesson of their own, which is never over: an op passes if none of its
+sizes is larger than when it was learned, since it takes no more then; a larger one is learned anew.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class _Expected(ctypes.Structure):
         ("rise", ctypes.c_int64),
         ("flags", ctypes.c_int64),
         ("written", ctypes.c_uint64),
+        ("first_bound", ctypes.c_int64),
+        ("bounds", ctypes.c_int64),
     )
 
 
@@ -82,6 +84,7 @@ class _State(ctypes.Structure):
         ("page", ctypes.c_int64),
         ("needs", ctypes.c_void_p),
         ("expected", ctypes.c_void_p),
+        ("bounds", ctypes.c_void_p),
         ("booked", ctypes.c_void_p),
         ("count", ctypes.c_void_p),
         ("count_in", ctypes.c_void_p),
@@ -97,10 +100,12 @@ class _Lesson:
     """What is known of the steps under one plan; `is_over` once one of them was seen from begin to end.
 
     `steps` are those that were so far; `goes_on` says that the last one measured what may pass once that is known.
+    That of smaller steps is never over: `bounds` is where native code has the sizes that were learned.
     """
 
     needs: Any
     expected: Any
+    bounds: int = 0
     is_over: bool = False
     steps: int = 0
     goes_on: bool = False
@@ -187,7 +192,7 @@ class FastPath:
         state = self._state
         state.number = state.peak = state.passed = 0
         state.open = is_open
-        state.learns = state.passes = 0
+        state.learns = state.passes = state.loose = 0
         state.length = 0
         self._lesson = None
         self.learns = False
@@ -195,22 +200,30 @@ class FastPath:
         if not self._is_on or plan is None or not self._has_memory or fit is Fit.OTHER:
             return
         lesson = self._lessons[fit].find(plan)
+        is_loose = fit is Fit.SMALLER
         if lesson is None:
-            length = len(plan.problem.trace.ops)
-            lesson = _Lesson((ctypes.c_int64 * length)(), (_Expected * length)())
+            lesson = self._new_lesson(len(plan.problem.trace.ops), is_loose=is_loose)
             self._lessons[fit].add(plan, lesson)
         if lesson.is_over and not may_pass:
             return
-        if not lesson.is_over:
+        if not (lesson.is_over or is_loose):
             lesson.begin()
         self._lesson = lesson
-        state.loose = fit is Fit.SMALLER
+        state.loose, state.bounds = is_loose, lesson.bounds
         self.learns = not lesson.is_over
         state.length = len(lesson.needs)
         state.needs, state.expected = ctypes.addressof(lesson.needs), ctypes.addressof(lesson.expected)
         # Where state leaves, a copy that failed should show at once.
         state.level = 0 if plan.parks else plan.prediction.peak_bytes
-        state.bell, state.learns, state.passes = 0, self.learns, lesson.is_over
+        state.bell, state.learns, state.passes = 0, self.learns, lesson.is_over or (is_loose and may_pass)
+
+    def _new_lesson(self, length: int, *, is_loose: bool) -> _Lesson:
+        assert self._library is not None
+        lesson = _Lesson((ctypes.c_int64 * length)(*[_CARE] * length), (_Expected * length)())
+        if is_loose:
+            lesson.bounds = self._library.outgrow_fastpath_new_bounds()
+            weakref.finalize(lesson, self._library.outgrow_fastpath_end_bounds, lesson.bounds)
+        return lesson
 
     def join(self, modes: int) -> None:
         """From here on one of `modes` dispatch modes watches: have native code see what it is shown."""
@@ -238,12 +251,11 @@ class FastPath:
             assert self._library is not None
             self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
             self._is_on = False
-        if self._lesson is not None and self.learns:
+        if self._lesson is not None and self.learns and not self.is_loose:
             if followed:
                 self._lesson.end()
             else:
-                for lessons in self._lessons.values():
-                    lessons.forget(self._lesson)
+                self._lessons[Fit.EXACT].forget(self._lesson)
         self._lesson = None
         self.learns = False
 
@@ -257,8 +269,7 @@ class FastPath:
         number, modes, peak, passed = self.number, int(state.modes), state.peak, state.passed
         self._leave(followed=False)
         self._enter(plan, modes, fit, is_open=False, may_pass=may_pass)
-        if fit is Fit.EXACT:
-            self.was_measured()  # where this is a lesson, it does not tell of what came before
+        self.was_measured()  # where this is a lesson, it does not tell of what came before
         self.number, state.peak, state.passed = number, peak, passed
 
     def go_astray(self) -> None:
@@ -298,6 +309,17 @@ class FastPath:
     def peak_bytes(self) -> int:
         """The highest live bytes at any of those."""
         return int(self._state.peak)
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether what is taken down is for smaller steps, too: all that an op takes has to be known."""
+        return bool(self._state.loose)
+
+    def needs_care(self, number: int) -> None:
+        """An op runs of which nothing is known so far."""
+        lesson = self._lesson
+        if lesson is not None and number < len(lesson.needs):
+            lesson.needs[number] = _CARE
 
     def needs_no_care(
         self, number: int, rise_bytes: int, *, writes: bool = False, gated: bool = False, draws: bool = False
@@ -443,6 +465,9 @@ def _library() -> ctypes.CDLL | None:
     library.outgrow_fastpath_followed.argtypes = (ctypes.c_void_p, ctypes.c_int)
     library.outgrow_fastpath_followed.restype = None
     library.outgrow_fastpath_new_books.restype = ctypes.c_void_p
+    library.outgrow_fastpath_new_bounds.restype = ctypes.c_void_p
+    library.outgrow_fastpath_end_bounds.argtypes = (ctypes.c_void_p,)
+    library.outgrow_fastpath_end_bounds.restype = None
     library.outgrow_fastpath_booked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
     library.outgrow_fastpath_booked.restype = None
     library.outgrow_fastpath_end_books.argtypes = (ctypes.c_void_p,)

@@ -156,6 +156,10 @@ class Parking:
             self._remade = {value: birth for value, birth in births if verdicts.gradients.get(birth, True)}
         self._seen = Sightings(self._ledger, plan, self._kinds, self._remade, is_foreign=is_foreign)
 
+    def loosen(self) -> None:
+        """What the plan parks may be smaller in this step."""
+        self._seen.is_loose = True
+
     @property
     def busy(self) -> bool:
         """Whether anything is parked, on its way, or back ahead of its use."""
@@ -575,6 +579,10 @@ class Parking:
                 self._take_memory(storage)
 
     # --- the end ---
+
+    def end_on_demand(self, plan: Plan) -> None:
+        """From here on nothing is parked but what the plan parks. Nothing may be parked now."""
+        self._on_demand, self.on = False, self.is_for(plan)
 
     def begin_on_demand(self) -> None:
         """From here on values may be parked that no plan parks (`demand.py`)."""

@@ -107,10 +107,6 @@ class Room:
             where = self.where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
             raise self._too_small(self._ledger.live_bytes + certain_bytes + self._certain, where)
 
-    def has(self, nbytes: int) -> bool:
-        """Whether so many bytes fit as it is."""
-        return self._ledger.live_bytes + nbytes <= self.budget_bytes - self._certain
-
     @contextmanager
     def holding_back(self, nbytes: int, *, is_certain: bool) -> Iterator[None]:
         """Inside, what comes back leaves so much free for what is to run: if it can, where not `is_certain`."""

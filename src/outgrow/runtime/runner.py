@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,16 +112,18 @@ class Runner:
         contents = recomputer.contents_before(number, facts, args, kwargs, inputs) if recomputer.on else None
         newest = ledger.newest
         fast.number = number + 1
-        signature, need = self._before(number, func, facts, args, kwargs, inputs, runs_again=contents is not None)
+        if fast.learns:
+            fast.needs_care(number)
+        signature, need = self._needs.before(func, facts, args, kwargs)
+        if self._precedent is not None and not (need.measured or need.depends_on_data):
+            given = {record.serial: record.nbytes for record in map(see, inputs) if record is not None}
+            need = self._precedent.bound(need, number, facts.name, sum(given.values()))
         is_free = is_free and contents is None
         # A recorded step runs the plain ops: their trace is that of the plain step.
         reuses = is_free and recording is None and self._reuser.is_proved(facts.name, args, kwargs)
         if reuses:
             need = NOTHING
         self._room.prepare(need, facts.name)
-        is_bound = need.beside_bytes is not None
-        if is_bound and not self._room.has(need.likely_bytes):  # on a larger batch it took more; now it is measured
-            need = replace(need, measured=False)
         written: list[StorageRecord] = []
         if facts.writes or is_free:
             places = written_tensors(facts, args, kwargs) if facts.writes else args[:1]
@@ -144,8 +145,8 @@ class Runner:
             rise = self._rise_of(signature, need, measured)
             if recording is not None:
                 recording.begin_anew(self._convolutions.settled(facts))
-            # A library was given what it wanted, or there was no room for what was known.
-            if measured is not None and (is_bound or self._calls.wants_gate(facts)):
+            # A library was given what it wanted, or what a larger batch shows of it was not enough.
+            if measured is not None and (self._precedent is not None or self._calls.wants_gate(facts)):
                 self._room.check(before + rise, facts.name)
         if recording is not None:
             recording.end()
@@ -154,10 +155,6 @@ class Runner:
         outputs = [tensor for made in outputs_of(result) for tensor in (made, *parts_of(made))]
         for tensor in outputs:
             see(tensor)
-        if (
-            need.beside_bytes is not None and measured is None
-        ):  # its results are there, and it held no more beside them
-            rise = min(rise, ledger.live_bytes - before + need.beside_bytes)
         if parking.on:
             parking.ran(number, func, facts, args, inputs, written, outputs, newest)
         if self._demand.on:
@@ -168,45 +165,14 @@ class Runner:
             recomputer.take_down(func, facts, args, kwargs, contents, result)
         elif (
             fast.learns
-            and need.measured
-            and self._is_bounded(number, need)
+            and (need.measured or (fast.is_loose and measured is not None and not need.depends_on_data))
             and not (is_free or parking.looks_out_for(number) or self._wants_care(facts, inputs, outputs))
         ):
-            # On a larger batch it may be more than here: as much as is known of that.
-            most = need.likely_bytes if is_bound else rise
-            self._let_pass(number, facts, most, written)
+            self._let_pass(number, facts, rise, written)
         current.came_to(max(before + rise, ledger.live_bytes))
         if recording is not None:
             recording.tell(func, facts, args, kwargs, inputs, outputs, result, rise_bytes=rise)
         return result
-
-    def _before(
-        self,
-        number: int,
-        func: Any,
-        facts: OpFacts,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[torch.Tensor],
-        *,
-        runs_again: bool,
-    ) -> tuple[Hashable, Need]:
-        """The signature of op `number`, where something is to be learnt from it, and what it will need.
-
-        A larger step tells that of most. What one `runs_again` needs must be known then, when it has no number.
-        """
-        if self._precedent is not None and not facts.is_view:
-            records = {record.serial: record.nbytes for record in map(self._ledger.see, inputs) if record is not None}
-            need = self._precedent.before(number, facts.name, sum(records.values()))
-            if need is not None and not runs_again:
-                return None, need
-            return self._needs.before(func, facts, args, kwargs, need)
-        return self._needs.before(func, facts, args, kwargs)
-
-    def _is_bounded(self, number: int, need: Need) -> bool:
-        """Whether op `number` needs no more than is known in any step that this one's lesson is for."""
-        precedent = self._precedent
-        return precedent is None or need.beside_bytes is not None or need is NOTHING or precedent.is_over(number)
 
     def _wants_care(self, facts: OpFacts, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
         """Whether ops like this one are never let past the mode."""

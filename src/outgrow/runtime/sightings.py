@@ -16,7 +16,11 @@ from outgrow.tracing.ledger import Ledger, StorageRecord
 
 
 class Sightings:
-    """The values that a plan parks, as far as this step has shown them; and how to make some of them anew."""
+    """The values that a plan parks, as far as this step has shown them; and how to make some of them anew.
+
+    Attributes:
+        is_loose: those of the step that runs may be smaller.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class Sightings:
         `is_foreign` says that the plan's trace was recorded elsewhere: its storages have other numbers.
         """
         self._ledger = ledger
+        self.is_loose = False
         self._remade = remade
         self._records: dict[int, StorageRecord] = {}
         self._sizes: dict[int, int] = {}
@@ -93,7 +98,9 @@ class Sightings:
 
     def _suits(self, nbytes: int, value: int) -> bool:
         """Whether something of so many bytes can be a value of the plan's: in a smaller batch it may be smaller."""
-        return nbytes == self._sizes[value] or (value not in self._lasting and 0 < nbytes < self._sizes[value])
+        if nbytes == self._sizes[value]:
+            return True
+        return self.is_loose and value not in self._lasting and 0 < nbytes < self._sizes[value]
 
     def looks_out_for(self, number: int) -> bool:
         """Whether op `number` makes a value of the plan's, or the storage that a later op writes it to."""

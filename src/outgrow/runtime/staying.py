@@ -16,7 +16,7 @@ import logging
 import subprocess
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -104,7 +104,8 @@ class Staying:
         self._pool = pool
         self._nothing = nothing
         self._known: ByPlan[tuple[array[int], array[int]]] = ByPlan()
-        self._expected: array[int] | None = None
+        self._expected: array[int] | None = None  # what native code goes by now
+        self._exact: array[int] = array("q")  # and what it would in the plan's own step
         self._kinds: Mapping[int, Kind] = {}
         self.pack, self.unpack = hooks
         self.ticks: Any = Ticks()
@@ -134,10 +135,19 @@ class Staying:
         if self._stays is not None:
             self._stays.on, self._stays.epoch, self._stays.packs = False, epoch, packs
 
-    def begin(self, plan: Plan, kinds: Mapping[int, Kind], *, watched: bool, fit: Fit = Fit.EXACT) -> None:
+    def begin(
+        self,
+        plan: Plan,
+        kinds: Mapping[int, Kind],
+        *,
+        watched: bool,
+        fit: Fit = Fit.EXACT,
+        limits: Sequence[int] | None = None,
+    ) -> None:
         """The step goes by `plan`, in every particular, but for sizes if they do not `fit`; ops are `watched` or not.
 
-        `kinds` tells which storages are training state, by their serial numbers.
+        `kinds` tells which storages are training state, by their serial numbers. What is saved in other sizes goes
+        past Python if it has no more bytes than `limits` say.
         """
         stays, self._kinds = self._stays, kinds
         if stays is None:
@@ -146,14 +156,8 @@ class Staying:
         if known is None:
             known = _expected(plan)
             self._known.add(plan, known)
-        expected, codes = known
-        if fit is not Fit.EXACT:
-            expected = array("q", expected)
-            for number, is_whole in enumerate(plan.problem.trace.saves_whole_state):
-                place = _COLUMNS * number + _NBYTES
-                if not is_whole:
-                    expected[place] = -2 - expected[place] if fit is Fit.SMALLER and expected[place] >= 0 else -1
-        self._expected = expected
+        self._exact, codes = known
+        self._expected = expected = self._exact if fit is Fit.EXACT else _loosened(self._exact, plan, limits)
         stays.expect(expected, codes)
         count = self._ledger.count
         stays.counts_all = isinstance(count, AllocatorCount)
@@ -195,7 +199,7 @@ class Staying:
         """Saved tensor `number` is training state, which will lie there in the next step, too."""
         expected, place = self._expected, _COLUMNS * number
         if expected is not None and place < len(expected) and expected[place] == _IS_STATE:
-            expected[place + _STORAGE] = record.address
+            expected[place + _STORAGE] = self._exact[place + _STORAGE] = record.address
 
     def unpacked(self, stay: Stay) -> torch.Tensor:
         """What autograd is given back of one.
@@ -260,6 +264,22 @@ def _expected(plan: Plan) -> tuple[array[int], array[int]]:
         ),
     )
     return expected, codes
+
+
+def _loosened(exact: array[int], plan: Plan, limits: Sequence[int] | None) -> array[int]:
+    """The same for a step of other sizes, of which nothing is larger than `limits`, in bytes."""
+    trace = plan.problem.trace
+    if limits is None:
+        limits = [saved.nbytes for saved in trace.saved]
+    loose = array("q", exact)
+    loose[_NBYTES::_COLUMNS] = array(
+        "q",
+        (
+            nbytes if is_whole or nbytes < 0 else -2 - limit
+            for is_whole, nbytes, limit in zip(trace.saves_whole_state, exact[_NBYTES::_COLUMNS], limits, strict=True)
+        ),
+    )
+    return loose
 
 
 @once
