@@ -111,6 +111,11 @@ class StepKind:
         return self.largest_held or None
 
     @property
+    def has_room(self) -> bool:
+        """Whether its steps could take twice as much as they do, and nothing would have to leave."""
+        return not self.plan.needs_watch and 2 * self.likely_peak <= self.plan.budget_bytes
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of all tensors that it saves."""
         return self.plan.problem.trace.saved_bytes
@@ -234,8 +239,8 @@ class Kinds:
         """A kind whose steps begin by saving this: another than is expected, the most frequent.
 
         Where there is none, the smallest that saves more; or, where batches are ragged, one that saves the same in
-        other sizes: that by which the step has gone so far, else the largest. Either may be the expected one; where it
-        `is_late` it must.
+        other sizes: that by which the step has gone so far, else the largest. Either may be the expected one, and must
+        be where it `is_late`.
         """
         if is_late:
             known = [] if self.expected is None else [self.expected]
@@ -301,9 +306,12 @@ class Kinds:
 
     @property
     def come_in_no_order(self) -> bool:
-        """Whether the step that begins may well be of another kind than is expected, for all that came lately."""
+        """Whether the step that begins may well be of another kind than is expected, for all that came lately.
+
+        And whether that matters: there may be room for anything.
+        """
         turned_lately = self._turned_at >= max(0, self.steps - _WATCHED_AFTER_TURN)
-        return turned_lately and any(kind.plan.needs_watch for kind in self._all)
+        return (turned_lately or self.are_ragged) and not all(kind.has_room for kind in self._all)
 
     def count(self) -> None:
         """A step ended without an error."""
