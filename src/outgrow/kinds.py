@@ -239,8 +239,8 @@ class Kinds:
         """A kind whose steps begin by saving this: another than is expected, the most frequent.
 
         Where there is none, the smallest that saves more; or, where batches are ragged, one that saves the same in
-        other sizes: that by which the step has gone so far, else the largest. Either may be the expected one, and must
-        be where it `is_late`.
+        other sizes: that by which the step has gone so far, else the largest. It may be the expected one, and must be
+        where it `is_late`.
         """
         if is_late:
             known = [] if self.expected is None else [self.expected]
