@@ -9,7 +9,7 @@ _RECORDINGS = 8
 # Where so many of so many steps were strangers, others will come.
 _MANY, _LATEST_STEPS = 4, 16
 # Sizes that came so often among so many steps are worth a plan of their own.
-_OFTEN, _REMEMBERED_STEPS = 3, 32
+_OFTEN, _REMEMBERED_STEPS = 6, 32
 
 
 class Strangers:

@@ -48,7 +48,7 @@ _MOST_TAUGHT = 32.0
 
 
 class Precedent:
-    """A step on a larger batch: its ops' workspaces bound those of ours, where nobody measured them."""
+    """A step on a larger batch: what its ops took bounds what ours take, where nobody measured that."""
 
     def __init__(self, trace: Trace) -> None:
         self._ops = trace.ops
@@ -58,10 +58,13 @@ class Precedent:
         """What op `number` of the step needs, which reads so many bytes, if it is the same op of the larger step."""
         if number >= len(self._ops) or self._ops[number].name != name:
             return need
-        op = self._ops[number]
-        if given_bytes > sum(self._values[index].nbytes for index in op.inputs):
+        op, values = self._ops[number], self._values
+        if given_bytes > sum(values[index].nbytes for index in op.inputs):
             return need
-        return replace(need, likely_bytes=min(need.likely_bytes, need.certain_bytes + op.workspace_bytes))
+        # Some results have other sizes without data (what oneDNN keeps of a layer of an LSTM).
+        made = sum(values[index].nbytes for index in op.outputs if values[index].version == 0)
+        most = max(made, need.certain_bytes) + op.workspace_bytes
+        return replace(need, likely_bytes=min(need.likely_bytes, most))
 
 
 class OpNeeds:
