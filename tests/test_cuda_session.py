@@ -214,7 +214,7 @@ def test_a_backward_pass_on_another_thread_leaves_nothing_behind(fakes: Callable
     assert made.streams[0].races == []
 
 
-@pytest.mark.parametrize("policy", ["auto", "vdnn-all", RecomputeAll()], ids=str)
+@pytest.mark.parametrize("policy", ["auto", RecomputeAll()], ids=str)
 def test_batches_of_ever_other_sizes_go_by_the_plans_of_larger_ones(
     fakes: Callable[..., Fakes], policy: str | Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 HARDWARE = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9)
 WORDS = 64
-POLICIES = ("auto", "vdnn-all", "superneurons", RecomputeAll(), ParkAll())
 
 
 class Reader(nn.Module):
@@ -49,7 +48,7 @@ class Reader(nn.Module):
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, 32), nn.Parameter(torch.randn(128, 32))
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, 2, 64, 0.1, "gelu", batch_first=True) for _ in range(3)
+            nn.TransformerEncoderLayer(32, 2, 64, 0.1, "gelu", batch_first=True) for _ in range(2)
         )
         self.out = nn.Linear(32, WORDS)
 
@@ -96,7 +95,7 @@ def images(sizes: Sequence[int]) -> Make:
     return trained_on(Maps, image)
 
 
-def trained_on(build: Callable[[], nn.Module], batch: Callable[[int, torch.Generator], torch.Tensor]) -> Make:
+def trained_on(build: Callable[[], nn.Module], batch: Callable[[int, torch.Generator], Any]) -> Make:
     def make() -> Training:
         model = build()
         optimizer = momentum(model.parameters())
@@ -144,11 +143,17 @@ def assert_equal_and_inside(make: Make, steps: int, budget: int, policy: Any = "
 # --- whole steps ---
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize(
-    ("make", "largest"),
-    [(sequences(ragged(20, 64, 20)), sequences([64])), (images(ragged(12, 40, 20)), images([40]))],
-    ids=["sequences", "images"],
+    ("make", "largest", "policy"),
+    [
+        (sequences(ragged(20, 64, 20)), sequences([64]), "auto"),
+        (sequences(ragged(20, 64, 20)), sequences([64]), RecomputeAll()),
+        (images(ragged(12, 40, 20)), images([40]), "auto"),
+        (images(ragged(12, 40, 20)), images([40]), "vdnn-all"),
+        (images(ragged(12, 40, 20)), images([40]), "superneurons"),
+        (images(ragged(12, 40, 20)), images([40]), ParkAll()),
+    ],
+    ids=["sequences", "sequences-made-anew", "images", "images-offloaded", "images-superneurons", "images-parked"],
 )
 def test_ragged_batches_follow_the_plan_of_a_larger_one(
     make: Make, largest: Make, policy: Any, outcomes: list[StepOutcome]
@@ -202,11 +207,11 @@ def test_two_lengths_that_differ_on_their_own_follow_plans_too(outcomes: list[St
 
 
 def test_batches_that_grow_are_planned_for_as_they_come(outcomes: list[StepOutcome]) -> None:
-    lengths = list(range(12, 64, 2))
+    lengths = list(range(12, 64, 3))
     budget = budget_for(sequences([64]), 0.4)
     outcomes.clear()
     assert_equal_and_inside(sequences(lengths), len(lengths), budget)
-    assert sum(outcome.followed for outcome in outcomes) >= 7  # more than half of those that do not fit as they are
+    assert sum(outcome.followed for outcome in outcomes) >= 4  # more than half of those that do not fit as they are
 
 
 def test_ops_of_smaller_steps_run_past_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +225,7 @@ def test_ops_of_smaller_steps_run_past_python(monkeypatch: pytest.MonkeyPatch) -
     budget = budget_for(sequences([64]), 0.8)
     monkeypatch.setattr(FastPath, "end", noted)
     assert_equal_and_inside(sequences(ragged(40, 64, 22)), 22, budget)
-    assert sum(count > 300 for count in passed[-8:]) >= 6
+    assert sum(count > 150 for count in passed[-8:]) >= 6
 
 
 def test_a_size_that_comes_often_gets_a_plan_of_its_own(outcomes: list[StepOutcome]) -> None:
@@ -360,3 +365,36 @@ def test_a_recipe_that_was_proved_on_a_small_batch_is_proved_anew_on_a_larger_on
     assert_equal_and_inside(sequences(lengths), len(lengths), budget, RecomputeAll())
     assert all(proved == sorted(set(proved)) for proved in sizes.values()), "none that is no larger"
     assert sum(len(proved) > 1 for proved in sizes.values()) > 8
+
+
+@pytest.mark.parametrize("share", [0.95, 1.2])
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_what_nobody_saves_may_be_larger_than_ever_before(policy: str, share: float) -> None:
+    """A teacher's batch has nothing to do with the student's, of which alone saved tensors tell."""
+    few, many, first_large = 96, 1600, 24
+
+    class Lesson(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = (
+                nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
+                for _ in range(2)
+            )
+            self.teacher.requires_grad_(False)
+
+        def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            given, shown = both
+            with torch.no_grad():
+                target = self.teacher(shown).mean(0)
+            return self.student(given).square().mean() + (self.student[4].bias - target).square().mean()
+
+    def rows(k: int) -> tuple[int, int]:
+        draw = Random(k)
+        given = 1024 if k < 4 else draw.randint(900, 1023)
+        return given, many if k >= first_large and k % 3 == 0 else draw.randint(few - 32, few)
+
+    def batch(k: int, generator: torch.Generator) -> Any:
+        return tuple(torch.randn(size, 64, generator=generator) for size in rows(k))
+
+    make = trained_on(Lesson, batch)
+    assert_equal_and_inside(make, first_large + 7, budget_for(make, share, least_moved_bytes=4096), policy)

@@ -362,7 +362,7 @@ def test_a_step_that_departs_from_its_trace_is_logged_with_the_place(caplog: pyt
                 training.step(k)
         caplog.set_level(logging.INFO, "outgrow")
         with session.step():
-            training.model(torch.randn(5, 3, 32, 32)).sum().backward()
+            training.model(torch.randn(10, 3, 32, 32)).sum().backward()
     said = [line for line in messages(caplog) if "fallback" in line]
     assert len(said) == 1
     assert re.search(

@@ -490,9 +490,8 @@ class Session:
         is_planned = comes_again or is_for_many or not self._planner.searches
         with self._interrupts.let_in():
             if is_planned:
-                plan = self._planner.plan(
-                    problem, at_once=known is None
-                )  # it is planned for again, if it comes again
+                # What is new is planned for again, when it comes again or others went by its plan.
+                plan = self._planner.plan(problem, at_once=known is None)
             else:
                 plan = self._planner.without_search(problem)
         did_fit = outcome.knows_peak and outcome.peak_bytes <= self.budget_bytes

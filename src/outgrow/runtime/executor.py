@@ -481,13 +481,14 @@ class Executor:
         self._reuser.begin(plan, kinds)
         self._parking.turn_to(plan, other.verdicts, is_foreign=other.is_foreign)
         self._memory.go_astray()
+        self._limits = None
         if on_demand:
             self._park_on_demand()
         else:
             self._relax(plan)
+            self._limits = limits
             self._staying.begin(plan, kinds, watched=watched, fit=fit, limits=limits)
         self._fast.turn_to(plan, fit, may_pass=not self._demand.on)
-        self._limits = limits
         self._follower.begin(plan, ticks.tick - 1)
         self._takes_sizes(fit)
         return self._follower.advance(event, handle, entry)
@@ -496,17 +497,19 @@ class Executor:
         """Whether the step, which saves what its plan's step saves but in other sizes, goes on by that plan."""
         if self._follower.fit is fit:
             return False
+        _LOG.debug("the step goes by a plan that was made for other sizes, from %s on", self._follower.where())
         self._others.turn_to(kind, fit)
         self._memory.go_astray()
         watched = self._current.is_watched
         self._staying.stop()
         limits = _limits_of(kind, fit)
-        if limits is None or not _is_within(self._hooks.packs, limits):
+        holds = limits is not None and _is_within(self._hooks.packs, limits)
+        if watched and self._can_park and not holds:
             self._needs_more()
         else:
             self._relax(kind.plan)
+            self._limits = limits
             self._staying.begin(kind.plan, self._current.kinds, watched=watched, fit=fit, limits=limits)
-        self._limits = limits
         self._fast.turn_to(kind.plan, fit, may_pass=not self._demand.on)
         self._staying.ticks.tick -= 1
         self._takes_sizes(fit)
