@@ -114,6 +114,29 @@ def supervised(
     return make
 
 
+def trained_on(
+    build: Callable[[], torch.nn.Module],
+    loss_of: Callable[[Any, int], torch.Tensor],
+    optimize: Optimize = momentum,
+) -> Make:
+    """Trains a model by its loss in each step."""
+
+    def make() -> Training:
+        model = build()
+        optimizer = optimize(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            loss = loss_of(model, k)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    return make
+
+
 def digest(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()) -> str:
     """A hash of all parameters and buffers, and of what optimizers keep from step to step."""
     total = hashlib.sha256()

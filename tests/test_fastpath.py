@@ -40,6 +40,7 @@ from steps import (
     supervised,
     train_in_session,
     train_plain,
+    trained_on,
 )
 
 MIB = 1 << 20
@@ -94,21 +95,12 @@ class Chain(nn.Module):
 def chain(block: Block = gelu, optimize: Callable[[Any], torch.optim.Optimizer] = momentum) -> Callable[[], Training]:
     """Makes the training of a chain."""
 
-    def make() -> Training:
-        model = Chain(block)
-        optimizer = optimize(model.parameters())
+    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(k))
+        loss: torch.Tensor = model(x, k).pow(2).mean()
+        return loss
 
-        def run(k: int) -> torch.Tensor:
-            x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(k))
-            loss = model(x, k).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return Training([model], [optimizer], run)
-
-    return make
+    return trained_on(lambda: Chain(block), loss_of, optimize)
 
 
 def assert_equal_and_inside(

@@ -33,6 +33,7 @@ from steps import (
     supervised,
     train_in_session,
     train_plain,
+    trained_on,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,25 +104,6 @@ def network() -> nn.Module:
         nn.Flatten(),
         nn.Linear(60, 10),
     )
-
-
-def trained_on(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int], torch.Tensor]) -> Make:
-    """Trains a network by its loss in each step."""
-
-    def make() -> Training:
-        model = build()
-        optimizer = momentum(model.parameters())
-
-        def run(k: int) -> torch.Tensor:
-            loss = loss_of(model, k)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return Training([model], [optimizer], run)
-
-    return make
 
 
 def batches_of(sizes: Sequence[int]) -> Make:

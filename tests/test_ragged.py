@@ -27,12 +27,11 @@ from steps import (
     ParkAll,
     RandomDecisions,
     RecomputeAll,
-    Training,
     bounds_of,
     budget_for,
-    momentum,
     train_in_session,
     train_plain,
+    trained_on,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,7 +78,7 @@ class Maps(nn.Module):
 
 def sequences(lengths: Sequence[int]) -> Make:
     """Trains a `Reader` on sequences of these lengths."""
-    return trained_on(
+    return on_batches(
         Reader,
         lambda k, generator: torch.randint(0, WORDS, (4, lengths[k % len(lengths)]), generator=generator),
     )
@@ -92,24 +91,17 @@ def images(sizes: Sequence[int]) -> Make:
         size = sizes[k % len(sizes)]
         return torch.randn(4, 3, size, size, generator=generator)
 
-    return trained_on(Maps, image)
+    return on_batches(Maps, image)
 
 
-def trained_on(build: Callable[[], nn.Module], batch: Callable[[int, torch.Generator], Any]) -> Make:
-    def make() -> Training:
-        model = build()
-        optimizer = momentum(model.parameters())
+def on_batches(build: Callable[[], nn.Module], batch: Callable[[int, torch.Generator], Any]) -> Make:
+    """Trains a model that gives its loss on a batch."""
 
-        def run(k: int) -> torch.Tensor:
-            loss: torch.Tensor = model(batch(k, torch.Generator().manual_seed(k)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+        loss: torch.Tensor = model(batch(k, torch.Generator().manual_seed(k)))
+        return loss
 
-        return Training([model], [optimizer], run)
-
-    return make
+    return trained_on(build, loss_of)
 
 
 def ragged(least: int, most: int, steps: int, seed: int = 0) -> list[int]:
@@ -198,7 +190,7 @@ def test_two_lengths_that_differ_on_their_own_follow_plans_too(outcomes: list[St
         both[:, -1] = k
         return both
 
-    make = trained_on(Translator, batch)
+    make = on_batches(Translator, batch)
     peak, least = bounds_of(make)
     outcomes.clear()
     assert_equal_and_inside(make, 20, int(max(1.3 * least, 0.6 * peak)))
@@ -397,5 +389,5 @@ def test_what_nobody_saves_may_be_larger_than_ever_before(policy: str, share: fl
     def batch(k: int, generator: torch.Generator) -> Any:
         return tuple(torch.randn(size, 64, generator=generator) for size in rows(k))
 
-    make = trained_on(Lesson, batch)
+    make = on_batches(Lesson, batch)
     assert_equal_and_inside(make, first_large + 7, budget_for(make, share, least_moved_bytes=4096), policy)

@@ -80,7 +80,7 @@ def test_gradients_equal_plain_pytorch_to_the_bit(description: tuple, seed: int,
 def test_whatever_kind_of_step_comes_next(
     description: tuple, seed: int, tightness: float, batches: list[int]
 ) -> None:
-    """Sizes come in any order, expected, or not, or for the first time: each is a kind, or goes by a larger one's plan."""
+    """Sizes come in any order, foretold or not: each is a kind of its own, or goes by the plan of a larger one."""
     assert_equal(description, seed, tightness, batches)
 
 
