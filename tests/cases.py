@@ -8,7 +8,7 @@ import torch
 from torch._guards import active_fake_mode
 
 from outgrow.networks import find
-from steps import Make, Training
+from steps import Make, trained_on
 
 # Name, input size, batch: small inputs, and small depths for the deepest. Every builder of the list is here; deep
 # VGGs are nearly all state, and take minutes.
@@ -38,23 +38,16 @@ def training_of(name: str, size: int, batch: int) -> Make:
         torch.manual_seed(0)
         return network.build(size, classes)
 
-    def make() -> Training:
+    def fresh() -> torch.nn.Module:
         if active_fake_mode() is not None:
-            model = build()
-        else:
-            if not built:
-                built.append(build())
-            model = deepcopy(built[0])
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+            return build()
+        if not built:
+            built.append(build())
+        return deepcopy(built[0])
 
-        def run(k: int) -> torch.Tensor:
-            x, y = network.sample(batch, size, classes, torch.Generator().manual_seed(k))
-            loss = network.loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+    def loss_of(model: torch.nn.Module, k: int) -> torch.Tensor:
+        x, y = network.sample(batch, size, classes, torch.Generator().manual_seed(k))
+        loss: torch.Tensor = network.loss(model(x), y)
+        return loss
 
-        return Training([model], [optimizer], run)
-
-    return make
+    return trained_on(fresh, loss_of, lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))
