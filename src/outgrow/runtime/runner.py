@@ -145,8 +145,9 @@ class Runner:
             rise = self._rise_of(signature, need, measured)
             if recording is not None:
                 recording.begin_anew(self._convolutions.settled(facts))
-            # A library was given what it wanted, or what a larger batch shows of it was not enough.
-            if measured is not None and (self._precedent is not None or self._calls.wants_gate(facts)):
+            # A library was given what it wanted; or there was no room for what a larger batch shows of it.
+            is_short = self._precedent is not None and before + need.likely_bytes > self._room.budget_bytes
+            if measured is not None and (is_short or self._calls.wants_gate(facts)):
                 self._room.check(before + rise, facts.name)
         if recording is not None:
             recording.end()
