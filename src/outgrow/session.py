@@ -482,8 +482,8 @@ class Session:
         # A program that keeps something of each step until the next one has as much there all the time.
         usual = _LEAST_BASE_BYTES if known is None else max(_LEAST_BASE_BYTES, known.plan.problem.base_bytes)
         steady = known is not None and base <= usual + jitter and not outcome.blind
-        # The step in which gradients are laid out anew runs ops that no other step does.
         is_for_many = bool(like) and self._kinds.are_ragged  # it may never come again, and smaller ones will
+        # The step in which gradients are laid out anew runs ops that no other step does.
         steady = steady and self._wrappers.layouts() == self._layouts
         problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
         comes_again = known is not None or self._kinds.come_again

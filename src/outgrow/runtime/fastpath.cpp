@@ -598,11 +598,12 @@ void outgrow_fastpath_followed(const void* storage, int is_followed) { note(foll
 // The bytes of this storage are not to be looked at from now on, or are again.
 void outgrow_fastpath_parked(const void* storage, int is_parked) { note(parked, storage, is_parked); }
 
-// What a ledger counts itself, to be told of each storage that it begins or ends to count.
-Storages* outgrow_fastpath_new_books() { return new Storages; }
+// The sizes of a lesson that goes on and on.
 std::vector<int64_t>* outgrow_fastpath_new_bounds() { return new std::vector<int64_t>; }
 void outgrow_fastpath_end_bounds(std::vector<int64_t>* bounds) { delete bounds; }
 
+// What a ledger counts itself, to be told of each storage that it begins or ends to count.
+Storages* outgrow_fastpath_new_books() { return new Storages; }
 void outgrow_fastpath_booked(Storages* books, const void* storage, int is_booked) { note(*books, storage, is_booked); }
 void outgrow_fastpath_end_books(Storages* books) {
   const std::lock_guard guard(looking);

@@ -173,11 +173,6 @@ class Staying:
         if self._stays is not None:
             self._stays.on = False
 
-    @property
-    def is_on(self) -> bool:
-        """Whether any are known to stay."""
-        return self._expected is not None
-
     def has_entry(self, handle: Handle) -> None:
         """The value of a saved tensor has an entry in the pool: further ones on it may share that."""
         if self._expected is not None:
