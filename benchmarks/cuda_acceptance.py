@@ -3,7 +3,7 @@
     python benchmarks/cuda_acceptance.py --output benchmarks/results/cuda.json
 
 Sections, each of which may fail without losing the others; the file is written after each. Those that time nothing
-run side by side, and first:
+run side by side, and first, while what the timed ones compile is compiled:
 
 - equality: losses and state after 20 steps against plain PyTorch, to the bit, over networks, policies and budgets.
 - closeness: gradients of 20 steps with the algorithms that PyTorch takes by itself, TF32 off, each from the state
@@ -14,9 +14,9 @@ run side by side, and first:
 The others have the GPU to themselves:
 
 - overlap: of the copies' time that the simulator says the computation hides, the share that it did hide.
-- workspaces: what each kind of `workspace=` takes and how fast it is, at the same budget.
 - time: steps that take turns with plain PyTorch and with what users would do, each at the peer's measured peak; and
-  steps whose budget does not bind. It comes last, as each of its rows stands by itself.
+  steps whose budget does not bind.
+- workspaces: what each kind of `workspace=` takes and how fast it is, at the same budget.
 
 Everything that trains is a process of its own (`cuda_worker.py`), with expandable segments unless the environment
 says otherwise. The exit status is 2 where there is no GPU, 1 if a result differs or a budget was passed, else 0.
@@ -31,10 +31,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from statistics import median
@@ -77,10 +78,13 @@ _TIMED: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
     ("gpt-12x768", 1024, 24, ("per_block", "selective", "compiled:0.5", "")),
     ("resnet-50", 224, 128, ("offload_all", "save_on_cpu")),
 )
-_UNTIMED = ("equality", "closeness", "budgets", "deep")
+# Which of them share a GPU, with what compiles meanwhile: some 110 GB, and on a smaller one, where that comes later.
+_TOGETHER = (("equality", "deep"), ("closeness", "budgets"))
+_TOGETHER_ON_SMALL = (("equality", "closeness"), ("budgets", "deep"))
 _OVERLAP_SHARE = 0.7
 _LEAST_FOR_RESERVED = 2 << 30
 _UNBOUND = 1.5  # of the plain peak
+_COMPILED = "compiled:"  # how the names of peers begin that torch.compile rewrites
 _KINDS = (None, "memory", "speed", "dynamic")
 _WORKSPACES_SHARE = 0.85
 _ROUNDS = 4
@@ -103,7 +107,11 @@ class Worker:
         self.spec = spec
         self._until = until
         command = [sys.executable, str(Path(__file__).with_name("cuda_worker.py")), spec.to_json()]
-        usual = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        usual = {
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of several processes that compile side by side
+        }
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -197,6 +205,7 @@ class Bench:
         self.result: dict[str, Any] = {"environment": environment() | gpu(), "failures": {}}
         self.bad: list[str] = []
         self._saving = Lock()
+        self._compiled: dict[tuple[str, str], tuple[Worker | None, Worker]] = {}
 
     def worker(self, spec: Spec) -> Worker:
         """One that is given up ten seconds before the end."""
@@ -235,9 +244,11 @@ class Bench:
         self.save()
         return row
 
-    def side_by_side(self, names: Sequence[str]) -> None:
-        """Run sections that time nothing."""
+    def side_by_side(self, names: Sequence[str], *, compiling: bool) -> None:
+        """Run sections that time nothing, and have the timed ones compile meanwhile."""
         threads = [Thread(target=self.section, args=(name, getattr(self, name))) for name in names]
+        if compiling:
+            threads.append(Thread(target=self.compile_ahead))
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -358,27 +369,16 @@ class Bench:
     def time(self) -> list[dict[str, Any]]:
         """Peers, and ours at their peaks, in turns with plain steps."""
         rows: list[dict[str, Any]] = []
+        self.compile_ahead()
         with ExitStack() as stack:  # all start at once, and wait for their turn
             cast: list[tuple[Worker, list[tuple[Worker | None, Worker]]]] = []
-            for name, size, batch, peers in _TIMED:
-                batch = batch if is_large() else batch // 2
-                spec = Spec(name, size, batch, channels_last=_has_images(name))
+            for spec, peers in self._timings():
                 plain = stack.enter_context(self.worker(spec))
-                pairs: list[tuple[Worker | None, Worker]] = []
-                for peer in peers:
-                    if self._peers is not None and peer not in self._peers:
-                        continue
-                    rival = stack.enter_context(self.worker(replace(spec, peer=peer))) if peer else None
-                    # What a peer sends away, however small, we may as well.
-                    least = OFFLOADED_BYTES if peer == "offload_all" else spec.least_moved_bytes
-                    # And what it compiles as a whole, we may block by block.
-                    own = replace(spec, least_moved_bytes=least, compiled=peer.startswith("compiled"))
-                    pairs.append((rival, stack.enter_context(self.worker(own))))
+                pairs = [self._compiled.get((spec.network, peer)) or self._pair(spec, peer) for peer in peers]
+                for worker in (worker for pair in pairs for worker in pair if worker is not None):
+                    stack.enter_context(worker)
                 cast.append((plain, pairs))
-            self._compile([worker for _, pairs in cast for pair in pairs for worker in pair if worker is not None])
             for plain, pairs in cast:
-                if not pairs:
-                    continue
                 plain.run(2, 60)
                 peak = plain.run(2, 60)["peak_allocated"]
                 for rival, ours in pairs:
@@ -392,13 +392,37 @@ class Bench:
                 plain.close()
         return rows
 
-    def _compile(self, workers: Sequence[Worker]) -> None:
-        """Have those that compile do it side by side, as each takes a minute of several cores."""
-        compiling = [worker for worker in workers if worker.spec.compiled or worker.spec.peer.startswith("compiled")]
-        if compiling:
-            self.say(f"compiling {', '.join(worker.spec.network for worker in compiling)}")
-            with ThreadPoolExecutor(len(compiling)) as pool, suppress(WorkerFailed):  # it fails once more in its turn
-                list(pool.map(self._warm, compiling))
+    def _timings(self) -> Iterator[tuple[Spec, list[str]]]:
+        """What trains plain, and the peers that are timed beside it."""
+        for name, size, batch, peers in _TIMED:
+            wanted = [peer for peer in peers if self._peers is None or peer in self._peers]
+            if wanted:
+                batch = batch if is_large() else batch // 2
+                yield Spec(name, size, batch, channels_last=_has_images(name)), wanted
+
+    def _pair(self, spec: Spec, peer: str) -> tuple[Worker | None, Worker]:
+        """A peer, if it is one, and ours to be held against it."""
+        # What a peer sends away, however small, we may as well.
+        least = OFFLOADED_BYTES if peer == "offload_all" else spec.least_moved_bytes
+        # And what it compiles as a whole, we may block by block.
+        compiled = float(peer.removeprefix(_COMPILED)) if peer.startswith(_COMPILED) else None
+        ours = self.worker(replace(spec, least_moved_bytes=least, compiled=compiled))
+        return self.worker(replace(spec, peer=peer)) if peer else None, ours
+
+    def compile_ahead(self) -> None:
+        """Have those that compile do it side by side, as each takes a minute of several cores; once for all."""
+        pairs = {
+            (spec.network, peer): self._pair(spec, peer)
+            for spec, peers in self._timings()
+            for peer in peers
+            if peer.startswith(_COMPILED) and (spec.network, peer) not in self._compiled
+        }
+        self._compiled |= pairs
+        if pairs:
+            self.say(f"compiling {', '.join(name for name, _ in pairs)}")
+            workers = [worker for pair in pairs.values() for worker in pair if worker is not None]
+            with ThreadPoolExecutor(len(workers)) as pool, suppress(WorkerFailed):  # it fails once more in its turn
+                list(pool.map(self._warm, workers))
 
     @staticmethod
     def _warm(worker: Worker) -> None:
@@ -538,7 +562,7 @@ def gpu() -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the figures; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*_UNTIMED, "overlap", "workspaces", "time")
+    names = (*chain.from_iterable(_TOGETHER), "overlap", "time", "workspaces")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cuda.json"), help="a JSON file")
     parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--peers", nargs="+", metavar="NAME", help='peers to time; "" is a budget that does not bind')
@@ -548,14 +572,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no CUDA device that PyTorch can use: nothing was measured", file=sys.stderr)
         return 2
     bench = Bench(given.output, given.seconds, given.peers)
-    untimed = [name for name in given.sections if name in _UNTIMED]
-    if is_large():
-        bench.side_by_side(untimed)
-    else:
-        for group in (_UNTIMED[:2], _UNTIMED[2:]):
-            bench.side_by_side([name for name in untimed if name in group])
-    for name in given.sections:
-        if name not in _UNTIMED:
+    together = _TOGETHER if is_large() else _TOGETHER_ON_SMALL
+    for number, group in enumerate(together):
+        wanted = [name for name in group if name in given.sections]
+        bench.side_by_side(wanted, compiling=is_large() and number == 0 and "time" in given.sections)
+    for name in names:
+        if name in given.sections and not any(name in group for group in together):
             bench.section(name, getattr(bench, name))
     bench.say(f"{len(bench.bad)} results are not as they have to be; figures in {given.output}")
     return 1 if bench.bad else 0

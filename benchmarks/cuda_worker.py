@@ -44,7 +44,8 @@ class Spec:
     session. `deterministic` has PyTorch use algorithms that give the same bits twice; without `tf32` it rounds no
     operands of products and convolutions. In `channels_last` order cuDNN
     rearranges no images: in the usual one that takes workspaces as large as its operands. `workspace` is one of a
-    session's. `compiled` has each block of the network compiled by itself.
+    session's. `compiled` has each block of the network compiled by itself, which then saves at most this share of what
+    it would save uncompiled.
     """
 
     network: str
@@ -60,7 +61,7 @@ class Spec:
     workspace: str | None = None
     momentum: float = 0.9
     least_moved_bytes: int = LEAST_MOVED_BYTES
-    compiled: bool = False
+    compiled: float | None = None
 
     def to_json(self) -> str:
         """For the command line."""
@@ -133,8 +134,8 @@ class Job:
         if spec.peer and spec.peer not in ("save_on_cpu", "offload_all"):
             name, *given = spec.peer.split(":")
             getattr(peers, name)(self.model, *given)
-        if spec.compiled:
-            peers.compile_blocks(self.model)
+        if spec.compiled is not None:
+            peers.compile_blocks(self.model, spec.compiled)
         self.offload = Offload()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=spec.momentum)
         self.session: outgrow.Session | None = None
