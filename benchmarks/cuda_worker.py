@@ -33,6 +33,7 @@ from outgrow.networks.vgg import VGG
 from outgrow.planning.problem import LEAST_MOVED_BYTES
 
 DEVICE = torch.device("cuda", 0)
+_MOST_STEPS = 64  # of one line
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,7 @@ class Spec:
     session. `deterministic` has PyTorch use algorithms that give the same bits twice; without `tf32` it rounds no
     operands of products and convolutions. In `channels_last` order cuDNN
     rearranges no images: in the usual one that takes workspaces as large as its operands. `workspace` is one of a
-    session's. `compiled` has each block of the network compiled by itself, which then saves at most this share of what
-    it would save uncompiled.
+    session's.
     """
 
     network: str
@@ -61,7 +61,6 @@ class Spec:
     workspace: str | None = None
     momentum: float = 0.9
     least_moved_bytes: int = LEAST_MOVED_BYTES
-    compiled: float | None = None
 
     def to_json(self) -> str:
         """For the command line."""
@@ -134,12 +133,12 @@ class Job:
         if spec.peer and spec.peer not in ("save_on_cpu", "offload_all"):
             name, *given = spec.peer.split(":")
             getattr(peers, name)(self.model, *given)
-        if spec.compiled is not None:
-            peers.compile_blocks(self.model, spec.compiled)
         self.offload = Offload()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=spec.momentum)
         self.session: outgrow.Session | None = None
         self.count = 0
+        # One block, however many steps: a peak of a peer's is to be met to the byte.
+        self._losses = torch.zeros(_MOST_STEPS, device=DEVICE)
         torch.manual_seed(1)
         if spec.budget is not None:
             self.open(spec.budget)
@@ -175,18 +174,18 @@ class Job:
         """
         if self.session is None:
             torch.cuda.reset_peak_memory_stats()
-        losses: list[torch.Tensor] = []
+        losses = self._losses[:steps]
         torch.cuda.synchronize()
         began = time.perf_counter()
-        for _ in range(steps):
-            losses.append(self._step(self.count))
+        for place in losses:
+            place.copy_(self._step(self.count))
             self.count += 1
         asked = time.perf_counter() - began
         torch.cuda.synchronize()
         found: dict[str, Any] = {
             "seconds": (time.perf_counter() - began) / steps,
             "host_seconds": asked / steps,
-            "losses": [float(loss) for loss in losses],
+            "losses": losses.tolist(),
             "peak_allocated": torch.cuda.max_memory_allocated(),
             "peak_reserved": torch.cuda.max_memory_reserved(),
             "flushes": torch.cuda.memory_stats()["num_alloc_retries"],

@@ -123,18 +123,6 @@ def compiled(model: nn.Module, ratio: str) -> None:
     model.compile()
 
 
-def compile_blocks(model: nn.Module, ratio: float) -> None:
-    """No peer: compile each block by itself, as Outgrow's users would; `ratio` as in `compiled`."""
-    import torch._dynamo.config as config
-    import torch._functorch.config as sharing
-
-    sharing.activation_memory_budget = ratio
-    blocks = _blocks(model)
-    config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))  # they share their functions
-    for block in blocks:
-        block.compile(dynamic=False)
-
-
 def _save_what_is_dear(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
