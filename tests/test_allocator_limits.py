@@ -113,12 +113,14 @@ class Run:
         while True:
             made: list[Block] = []
             try:
+                if op.is_library and is_new:
+                    self.memory.gather(op.nbytes)
                 with self._around(op, is_new=is_new):
                     made += [self.allocator.allocate(size) for size in op.outputs]
                     self._work(op)
                 self.kept += made
                 return
-            except OutOfMemory:  # a page fault
+            except (OutOfMemory, torch.OutOfMemoryError):  # a page fault
                 self.faults += 1
                 for block in made:
                     self.allocator.free(block)
@@ -133,7 +135,7 @@ class Run:
         """As in `calls.py`."""
         if op.is_library:
             return self.memory.openly(op.nbytes) if is_new else self.memory.gate(op.nbytes)
-        return self.memory.gate(sum(op.outputs)) if is_new else nullcontext()
+        return self.memory.gate(sum(op.outputs), is_loud=True) if is_new else nullcontext()
 
     def _work(self, op: Op) -> None:
         taken: list[Block] = []
@@ -180,11 +182,45 @@ def trained(allocator: CachingAllocator, budget: int, seed: int, steps: int = 7,
 def test_no_library_is_refused_memory_that_the_budget_has(
     allocator: CachingAllocator, budget: int, seed: int
 ) -> None:
-    """Nor does the allocator hold more than 1.05 times the budget: of small budgets a piece or two are more."""
+    """Nor does the allocator hold more than 1.05 times the budget, of small budgets 128 MiB more.
+
+    Here steps that are said to be the same again are not quite: a piece more.
+    """
     run, reserved = trained(allocator, budget, seed)
     assert run.quiet == 0
     assert allocator.most_allocated_bytes <= budget
-    assert reserved <= 1.05 * budget + (2 if budget < 2 * GiB else 1) * PIECE_BYTES
+    assert reserved <= max(1.05 * budget, budget + 128 * MiB) + PIECE_BYTES
+
+
+def residual(batch: int, blocks: int) -> list[Op]:
+    """Bottleneck blocks of a third stage, forward and backward: maps of two sizes, and some workspaces."""
+
+    def convolution(width: int, window: int) -> list[Op]:
+        nbytes = batch * width * 14 * 14 * 4
+        workspaces = (nbytes // 2,) if window == 3 else ()
+        convolved = Op((nbytes,), workspaces, is_library=True)
+        normalized = Op((nbytes, width * 4, width * 4), (), is_library=True)
+        return [convolved, normalized, Op((nbytes,), (), is_library=False)]
+
+    block = [*convolution(256, 1), *convolution(256, 3), *convolution(1024, 1)]
+    forward = blocks * block
+    return [*forward, *(Op(op.outputs[:1], op.workspaces, op.is_library) for op in reversed(forward))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("batch", "budget"), [(16, 3 * GiB), (64, 6 * GiB)], ids=str)
+def test_networks_of_many_small_maps_hold_no_more_than_that_either(
+    allocator: CachingAllocator, batch: int, budget: int, seed: int
+) -> None:
+    """Each piece has several of them, and is not free before the last one is."""
+    dice = random.Random(seed)
+    state = [allocator.allocate(dice.randrange(1, 64) * MiB // 8) for _ in range(48)]
+    run = Run(allocator, memory_over(allocator, budget), budget, residual(batch, 60), dice)
+    reserved = max(run.step(planned=k > 0, again=False) for k in range(2))
+    assert state
+    assert run.quiet == 0
+    assert allocator.most_allocated_bytes <= budget
+    assert reserved <= 1.05 * budget
 
 
 def test_free_blocks_beyond_the_budget_are_not_given_to_what_takes_nobody_knows_how_much(

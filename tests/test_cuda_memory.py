@@ -13,10 +13,13 @@ import torch
 from outgrow.runtime.copies.streams import CudaStreams, Stream
 from outgrow.runtime.dice import _default_generator
 from outgrow.runtime.tiers.cuda import AllocatorCount, CudaMemory
+from outgrow.runtime.tiers.memory import Scattered
 from outgrow.tracing.ledger import Ledger
 
 GiB = 1 << 30
-WALL = 0.084 - 20 / (100 << 10)  # of 100 GiB, for a budget of 8: a piece may be taken beyond it
+WALL = 0.084 - (20 + 8) / (
+    100 << 10
+)  # of 100 GiB, for a budget of 8: a piece and four small ones may be taken beyond
 DEVICE = torch.device("cuda", 0)
 
 
@@ -130,12 +133,18 @@ def test_at_small_budgets_ends_of_pieces_keep_out_more_than_the_wall_allows(allo
     assert memory.refusals() == 0, "what was refused to us is nobody's"
 
 
-def test_the_gate_opens_where_ends_of_pieces_keep_out_what_the_budget_holds(allocator: Allocator) -> None:
+def test_where_ends_of_pieces_keep_out_what_the_budget_holds_saved_values_leave_first(allocator: Allocator) -> None:
+    """And the wall gives way where none is left that can."""
     memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
     memory.begin_step(planned=True, again=False)
     allocator.allocated, allocator.reserved, allocator.ends = 6 * GiB, int(8.3 * GiB), GiB
+    with pytest.raises(Scattered), memory.gate(GiB + GiB // 2):
+        pass
+    assert allocator.share == pytest.approx(WALL)
+    assert memory.stretch(GiB + GiB // 2)
     with memory.gate(GiB + GiB // 2):
         assert allocator.share == pytest.approx(0.099, rel=0.01)
+    memory.end_step()
     assert allocator.share == pytest.approx(WALL)
     assert memory.refusals() == 0, "what was refused to us is nobody's"
     allocator.ooms += 1
@@ -152,6 +161,14 @@ def test_the_gate_asks_for_nothing_that_would_lift_the_peak_over_the_budget(allo
     assert not allocator.asked
 
 
+def test_an_op_that_says_so_where_it_is_refused_memory_takes_no_piece_beyond_the_bound(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+    memory.begin_step(planned=True, again=False)
+    allocator.allocated, allocator.reserved = 6 * GiB, int(8.3 * GiB)
+    with memory.gate(2 * GiB - 1000, is_loud=True):
+        assert allocator.share == pytest.approx(0.084)
+
+
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_librarys_op_that_nobody_knows_is_refused_nothing(allocator: Allocator, planned: bool) -> None:
     memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
@@ -166,6 +183,16 @@ def test_a_librarys_op_that_nobody_knows_is_refused_nothing(allocator: Allocator
         assert allocator.share == 1.0
     # Where a plan will want the same blocks again, they are not given back for it.
     assert allocator.emptied == emptied + (not planned)
+
+
+def test_before_a_librarys_op_that_nobody_knows_saved_values_leave_for_ends_of_pieces(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+    memory.begin_step(planned=False, again=False)
+    allocator.allocated = allocator.reserved = 7 * GiB
+    with pytest.raises(Scattered):
+        memory.gather(2 * GiB)
+    assert memory.stretch(GiB // 2)
+    memory.gather(2 * GiB)
 
 
 def test_what_takes_many_blocks_has_nothing_given_back_for_it(allocator: Allocator) -> None:

@@ -31,6 +31,7 @@ from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers import host
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.host import HostTier
+from outgrow.runtime.tiers.memory import Scattered
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.runtime.watch import Watch
 from outgrow.tracing.ir import Fit
@@ -58,7 +59,7 @@ class CountedRam(Ram):
         blocks = sum(-(-record.nbytes // 512) * 512 for record in self._ledger.alive())
         self._ledger.settle(blocks + self.LIBRARY_BYTES)
 
-    def gate(self, nbytes: int) -> AbstractContextManager[None]:
+    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
         self.gates += 1
         return nullcontext()
 
@@ -71,6 +72,9 @@ class CountedRam(Ram):
     def openly(self, nbytes: int) -> AbstractContextManager[None]:
         self.opens += 1
         return nullcontext()
+
+    def gather(self, nbytes: int) -> None:
+        return None
 
     def strictly(self) -> AbstractContextManager[None]:
         self.stricts += 1
@@ -371,6 +375,39 @@ def test_memory_that_is_refused_although_the_budget_has_it_is_had_all_the_same(
     pooled = 2 * 64 * 8 * 8 * 4  # 64 maps of 8 x 8 for two images
     assert stretched == [pooled * 3] * 2, "the maxima, and where they were as 8-byte numbers"
     assert made.memory
+
+
+@pytest.mark.parametrize("begins", [0, 2], ids=["from the first step on", "from the third"])
+def test_what_only_ends_of_pieces_keep_out_has_saved_values_leave(
+    fakes: Callable[..., Fakes], known: Known, begins: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where none is left that can, the wall gives way."""
+    dice, steps, stretched = Random(0), [0], [False]
+    gate, begin_step = CountedRam.gate, CountedRam.begin_step
+
+    def begun(memory: CountedRam, *, planned: bool, again: bool) -> None:
+        steps[0] += 1
+        stretched[0] = False
+        begin_step(memory, planned=planned, again=again)
+
+    def stretch(memory: CountedRam, nbytes: int) -> bool:
+        stretched[0] = True
+        return True
+
+    def scattered(memory: CountedRam, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
+        if steps[0] > begins and not stretched[0] and dice.random() < 0.2:
+            raise Scattered("CUDA out of memory")
+        return gate(memory, nbytes, is_loud=is_loud)
+
+    monkeypatch.setattr(CountedRam, "begin_step", begun)
+    monkeypatch.setattr(CountedRam, "stretch", stretch)
+    monkeypatch.setattr(CountedRam, "gate", scattered)
+    monkeypatch.setattr(CountedRam, "is_open", False)
+    fakes()
+    ours, summaries = train_in_session(known.make, 4, budget=known.budget)
+    assert ours == known.plain
+    assert all(summary.measured_peak_bytes <= known.budget for summary in summaries)
+    assert (summaries[0].offloaded_bytes > 0) or begins
 
 
 def test_what_rounding_takes_is_planned_for_where_it_is_taken(

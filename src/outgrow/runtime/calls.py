@@ -15,7 +15,7 @@ from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.threads import run_on_new_thread
-from outgrow.runtime.tiers.memory import DeviceMemory
+from outgrow.runtime.tiers.memory import DeviceMemory, Scattered
 from outgrow.runtime.tiers.reserve import Reserve
 from outgrow.tracing.ops import OpFacts
 from outgrow.tracing.probe import is_profiled, measured_call
@@ -41,10 +41,12 @@ class Calls:
         self._pool = pool
         self._memory = memory
         self._convolutions = convolutions
+        self._is_planned = False
         self._refusals = 0  # that the allocator made so far, without those that a search for an algorithm expects
 
-    def begin(self) -> None:
-        """A step begins, on a device whose allocator counts what it refuses."""
+    def begin(self, *, planned: bool) -> None:
+        """A step begins, by a plan or not, on a device whose allocator counts what it refuses."""
+        self._is_planned = planned
         self._memory.refusals()
         self._refusals = 0
 
@@ -73,6 +75,9 @@ class Calls:
             self._take_room(facts, need)
             try:
                 return call(func, args, kwargs)
+            except Scattered as error:
+                self._gather(error, facts, need)
+                continue
             except (RuntimeError, MemoryError) as error:
                 # A list of tensors may be half updated: running the op again would update the first half twice.
                 half_done = facts.writes and facts.over_lists
@@ -86,6 +91,13 @@ class Calls:
             if dice is not None:
                 dice.put_back()
 
+    def _gather(self, error: Scattered, facts: OpFacts, need: Need) -> None:
+        """Have saved values leave for what is free between others; the next plan is to leave more room, if it can."""
+        if not self._is_planned and self._pool.evict(need.likely_bytes):
+            return
+        self._refusals += 1  # which no library was told of
+        self._pool.page_fault(error, need.likely_bytes, facts.name, need.certain_bytes)
+
     def _bounded(self, call: _RunOp, facts: OpFacts, need: Need) -> _RunOp:
         """What calls an op with as much memory as it may have of an allocator that counts."""
         if self._convolutions.searched(facts):
@@ -95,9 +107,9 @@ class Calls:
         if need.depends_on_data:
             return partial(self._call_strictly, call)
         if self.wants_gate(facts):
-            return partial(self._call_in_gate, need.likely_bytes, call)
+            return partial(self._call_in_gate, need.likely_bytes, False, call)
         if not need.measured:  # what it takes beyond its results is a guess, and it says so where it is refused that
-            return partial(self._call_in_gate, need.certain_bytes, call)
+            return partial(self._call_in_gate, need.certain_bytes, True, call)
         return call
 
     def _take_room(self, facts: OpFacts, need: Need) -> None:
@@ -119,16 +131,17 @@ class Calls:
         return result, rise()
 
     def _call_in_gate(
-        self, nbytes: int, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, nbytes: int, is_loud: bool, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int | None]:
         """Call an op that gets so much, although the budget is near."""
-        with self._memory.gate(nbytes):
+        with self._memory.gate(nbytes, is_loud=is_loud):
             return call(func, args, kwargs)
 
     def _call_openly(
         self, nbytes: int, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int | None]:
         """Call an op whose library takes nobody knows how much, and something else where it is refused that."""
+        self._memory.gather(nbytes)
         with self._memory.openly(nbytes):
             return call(func, args, kwargs)
 
@@ -151,7 +164,7 @@ class Calls:
         try:
             if not (need.measured or self._convolutions.knows_ways):
                 return self._call_strictly(call, func, args, kwargs)
-            return self._call_in_gate(need.likely_bytes, call, func, args, kwargs)
+            return self._call_in_gate(need.likely_bytes, False, call, func, args, kwargs)
         except RuntimeError as error:
             if _NO_ALGORITHM in str(error) and self._memory.refusals():  # none at all found room: a page fault
                 raise torch.OutOfMemoryError(str(error)) from error

@@ -232,7 +232,7 @@ class Executor:
         self._memory.begin_step(planned=plan is not None, again=may_open)
         if self._memory.is_counted:
             self._memory.count(self._room.budget_bytes)
-            self._calls.begin()
+            self._calls.begin(planned=plan is not None)
         if self._clock is not None:
             self._clock.begin()
         current.look()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from outgrow.runtime.tiers.memory import Scattered
 from outgrow.tracing.ledger import Ledger
 
 # This near to the budget the allocator is asked what it has really given out: blocks are rounded up, cuBLAS keeps
@@ -19,13 +20,18 @@ _NEAR_SHARE = 8
 _RESERVED_SHARE = 1.05
 _PIECE_BYTES = 20 << 20
 # The same for blocks up to 1 MiB. An op takes some of them beside its large ones.
-_SMALL_PIECES_BYTES = 4 * (2 << 20)
+_SMALL_PIECE_BYTES = 2 << 20
+_SMALL_PIECES_BYTES = 4 * _SMALL_PIECE_BYTES
 # What an op's outputs and its workspace may take beyond their own bytes, each in pieces of its own.
 _PIECES_BYTES = 5 * _PIECE_BYTES
 # So near to the wall a step that is the same may come to it, as copies are over at other moments.
-_NEAR_BYTES = 3 * _PIECE_BYTES
+_NEAR_BYTES = 5 * _PIECE_BYTES
 # What all such ends come to when free blocks have been given back: tried in turn, 256 MiB were never too little.
 _ENDS_BYTES = (64 << 20, 128 << 20, 256 << 20)
+# Small budgets consist of few pieces: so far the wall may always give way; and from here on it matters little whether
+# it stands a few pieces nearer.
+_LEAST_SLACK_BYTES = 128 << 20
+_AMPLE_BYTES = 256 << 20
 # A block may be so much larger than what was asked for: smaller rests are not split off (`kSmallSize`).
 ROUNDING_BYTES = 1 << 20
 # What the ledger and the plan do not know of: each block is rounded up.
@@ -80,8 +86,11 @@ class CudaMemory:
         # It is compared before whole pieces are taken. Small budgets need each piece that they may have.
         slack = int(budget_bytes * (_RESERVED_SHARE - 1))
         self._most_reserved = budget_bytes + slack
-        self._wall = self._most_reserved - min(_PIECE_BYTES, max(0, slack - _PIECES_BYTES))
-        self._near = min(_NEAR_BYTES, slack // 3)
+        beyond = _PIECE_BYTES + (_SMALL_PIECES_BYTES if slack >= _AMPLE_BYTES else 0)
+        self._wall = self._most_reserved - min(beyond, max(0, slack - _PIECES_BYTES))
+        self._bound = budget_bytes + max(slack, _LEAST_SLACK_BYTES)
+        self._pieces = min(_PIECES_BYTES, slack // 2)
+        self._near = min(_NEAR_BYTES, slack // 2)
         self._refused = self._counter("num_ooms")
         self._at_end: tuple[int, int] | None = None  # retries and reserved bytes when the last step was over
         self._is_planned = False
@@ -165,7 +174,7 @@ class CudaMemory:
         storage.resize_(nbytes)
 
     @contextmanager
-    def gate(self, nbytes: int) -> Iterator[None]:
+    def gate(self, nbytes: int, *, is_loud: bool = False) -> Iterator[None]:
         """Inside, `nbytes` that the budget has room for are found.
 
         cuDNN tries another algorithm where it gets no workspace for the first, tells nobody, and remembers that: the
@@ -182,9 +191,17 @@ class CudaMemory:
             found = self._finds(nbytes)
             further = iter(_ENDS_BYTES)
             while not found and (ends := next(further, 0)):
-                with self._moved_to(allocated + nbytes + ends):
+                with self._moved_to(self._as_far_as(allocated + nbytes + ends)):
                     found = self._finds(nbytes)
-        with self._moved_to(self._now()[1] + (_SMALL_PIECES_BYTES if found else nbytes + _PIECES_BYTES)):
+            if not found:
+                self._refuse(nbytes)
+        reserved = self._now()[1]
+        wall = reserved + (_SMALL_PIECES_BYTES if found else nbytes + _PIECES_BYTES)
+        if is_loud:
+            wall = min(wall, self._most_reserved)
+        elif found:
+            wall = min(wall, max(self._most_reserved, reserved + _SMALL_PIECE_BYTES))
+        with self._moved_to(wall):
             yield
 
     @contextmanager
@@ -200,6 +217,13 @@ class CudaMemory:
         """
         highest = self._highest()
         return highest if highest != self._highest_before else None
+
+    def gather(self, nbytes: int) -> None:
+        """See that `nbytes` need not lie where nothing would be but for ends of pieces."""
+        if not self._is_planned and self._now()[1] + nbytes + _PIECES_BYTES > self._stands_at:
+            torch.cuda.empty_cache()
+            if self._now()[1] + nbytes + self._pieces > self._bound:
+                self._refuse(nbytes)
 
     @contextmanager
     def openly(self, nbytes: int) -> Iterator[None]:
@@ -219,6 +243,19 @@ class CudaMemory:
         finally:
             self._raised.remove(wall_bytes)
             self._stand()
+
+    def _as_far_as(self, wall_bytes: int) -> int:
+        """So far the wall gives way before anything has to leave for what ends of pieces take."""
+        return wall_bytes if self._stretched_to else min(wall_bytes, self._bound - _PIECE_BYTES)
+
+    def _refuse(self, nbytes: int) -> None:
+        """Have saved values leave for ends of pieces, as long as there are some that can.
+
+        Raises:
+            Scattered: in the first place; not where the wall has been stretched since.
+        """
+        if not self._stretched_to:
+            raise Scattered(f"CUDA out of memory: no {nbytes} bytes in a row between blocks in use")
 
     def _finds(self, nbytes: int) -> bool:
         """Whether the allocator has so many bytes in one block behind the wall, free or to be taken."""

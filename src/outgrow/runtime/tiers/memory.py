@@ -8,6 +8,10 @@ from typing import Protocol
 import torch
 
 
+class Scattered(torch.OutOfMemoryError):
+    """There is as much memory as an op is to get, but between blocks in use; the op has not begun."""
+
+
 class DeviceMemory(Protocol):
     """Where tensors get their memory while a session is open."""
 
@@ -52,8 +56,12 @@ class DeviceMemory(Protocol):
     def count(self, nbytes: int) -> None:
         """An op is about to add `nbytes`: where they may not fit, set the ledger's live bytes to what is in use."""
 
-    def gate(self, nbytes: int) -> AbstractContextManager[None]:
-        """Inside runs an op that adds `nbytes` and does something else where it is refused some of them."""
+    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
+        """Inside runs an op that adds `nbytes` and does something else where it is refused some of them, or says so.
+
+        Raises:
+            Scattered: not before something else has left; or, where nothing can, after `stretch`.
+        """
 
     def gate_for_many(self, nbytes: int) -> AbstractContextManager[None]:
         """Inside runs what adds `nbytes` in many blocks, of which nobody knows the sizes."""
@@ -65,6 +73,13 @@ class DeviceMemory(Protocol):
         """Inside runs an op that nobody saw before, that does something else where it is refused memory.
 
         It is refused none, whatever the budget is; `nbytes` are what it is thought to add.
+        """
+
+    def gather(self, nbytes: int) -> None:
+        """An op is about to run openly that is thought to add so much.
+
+        Raises:
+            Scattered: not before something else has left; or, where nothing can, after `stretch`.
         """
 
     def strictly(self) -> AbstractContextManager[None]:

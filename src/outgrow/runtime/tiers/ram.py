@@ -87,7 +87,7 @@ class Ram:
     def count(self, nbytes: int) -> None:
         """Nothing to do."""
 
-    def gate(self, nbytes: int) -> AbstractContextManager[None]:
+    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
         """Nothing to do: what is refused memory on a CPU says so."""
         return nullcontext()
 
@@ -101,6 +101,9 @@ class Ram:
     def openly(self, nbytes: int) -> AbstractContextManager[None]:
         """Nothing to do: what is refused memory on a CPU says so."""
         return nullcontext()
+
+    def gather(self, nbytes: int) -> None:
+        """Nothing to do: addresses are no memory."""
 
     def strictly(self) -> AbstractContextManager[None]:
         """Nothing to do: an allocator of the system's has bounds of its own."""
