@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -78,9 +79,11 @@ _TIMED: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
     ("gpt-12x768", 1024, 24, ("per_block", "selective", "compiled:0.5", "")),
     ("resnet-50", 224, 128, ("offload_all", "save_on_cpu")),
 )
-# Which of them share a GPU, with what compiles meanwhile: some 110 GB, and on a smaller one, where that comes later.
-_TOGETHER = (("equality", "deep"), ("closeness", "budgets"))
-_TOGETHER_ON_SMALL = (("equality", "closeness"), ("budgets", "deep"))
+# What times nothing: lanes run side by side, beside what compiles meanwhile, and the groups of each one after the
+# other, in some 110 GB; and on a smaller GPU, where compiling comes later.
+_LANES = ((("equality",), ("closeness", "budgets")), (("deep",),))
+_LANES_ON_SMALL = ((("equality", "closeness"), ("budgets", "deep")),)
+_UNTIMED = ("equality", "closeness", "budgets", "deep")
 _OVERLAP_SHARE = 0.7
 _LEAST_FOR_RESERVED = 2 << 30
 _UNBOUND = 1.5  # of the plain peak
@@ -89,6 +92,7 @@ _COMPILED = "compiled:"  # how the names of peers begin that torch.compile rewri
 _COMPILED_TOO = {("resnet-50", "compiled:0.5"): ("compiled:0.5", "compiled:0.45")}
 _KINDS = (None, "memory", "speed", "dynamic")
 _WORKSPACES_SHARE = 0.85
+_SETTLED = 20  # by then the last plan is the one that stays
 _ROUNDS = 4
 _STEPS_A_ROUND = 5  # the first of a round finds the device at rest
 
@@ -261,15 +265,19 @@ class Bench:
         self.save()
         return row
 
-    def side_by_side(self, names: Sequence[str], *, compiling: bool) -> None:
-        """Run sections that time nothing, and have the timed ones compile meanwhile."""
-        threads = [Thread(target=self.section, args=(name, getattr(self, name))) for name in names]
-        if compiling:
-            threads.append(Thread(target=self.compile_ahead))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    def untimed(self, wanted: Sequence[str]) -> None:
+        """Run the sections that time nothing, and have the timed ones compile meanwhile, where there is room."""
+        acts: list[Callable[[], None]] = [
+            partial(self._run_lane, [[name for name in group if name in wanted] for group in lane])
+            for lane in (_LANES if is_large() else _LANES_ON_SMALL)
+        ]
+        if is_large() and "time" in wanted:
+            acts.append(self.compile_ahead)
+        _side_by_side(acts)
+
+    def _run_lane(self, groups: Sequence[Sequence[str]]) -> None:
+        for group in groups:
+            _side_by_side([partial(self.section, name, getattr(self, name)) for name in group])
 
     def say(self, text: str) -> None:
         """Tell who watches."""
@@ -474,7 +482,7 @@ class Bench:
                 budget = rival.run(2, 60)["peak_allocated"]
             row |= {"budget": budget, "share": budget / plain_peak}
             ours.open(budget)
-            ours.run(_WARMUP, 120)
+            ours.run(_SETTLED, 120)
             times, last = self._take_turns(everybody)
         except WorkerFailed as error:
             return row | {"failure": str(error), "least_bytes": error.least_bytes}
@@ -567,6 +575,14 @@ class Bench:
         return row
 
 
+def _side_by_side(acts: Sequence[Callable[[], None]]) -> None:
+    threads = [Thread(target=act) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def _has_images(network: str) -> bool:
     return find(network).kind != "text"
 
@@ -585,7 +601,7 @@ def gpu() -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the figures; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*chain.from_iterable(_TOGETHER), "overlap", "time", "workspaces")
+    names = (*_UNTIMED, "overlap", "time", "workspaces")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cuda.json"), help="a JSON file")
     parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--peers", nargs="+", metavar="NAME", help='peers to time; "" is a budget that does not bind')
@@ -595,12 +611,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no CUDA device that PyTorch can use: nothing was measured", file=sys.stderr)
         return 2
     bench = Bench(given.output, given.seconds, given.peers)
-    together = _TOGETHER if is_large() else _TOGETHER_ON_SMALL
-    for number, group in enumerate(together):
-        wanted = [name for name in group if name in given.sections]
-        bench.side_by_side(wanted, compiling=is_large() and number == 0 and "time" in given.sections)
+    bench.untimed(given.sections)
     for name in names:
-        if name in given.sections and not any(name in group for group in together):
+        if name in given.sections and name not in _UNTIMED:
             bench.section(name, getattr(bench, name))
     bench.say(f"{len(bench.bad)} results are not as they have to be; figures in {given.output}")
     return 1 if bench.bad else 0

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import outgrow
 import outgrow.session
@@ -307,7 +308,7 @@ class Watched(CountedRam):
         super().__init__(*arguments)
         self.gated: list[int] = []
 
-    def gate(self, nbytes: int) -> AbstractContextManager[None]:
+    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
         self.gated.append(nbytes)
         return nullcontext()
 
@@ -365,6 +366,22 @@ def test_what_a_search_takes_is_not_what_the_algorithm_takes() -> None:
     signature, _ = needs.before(relu, facts_of(relu), (x,), {})
     needs.measured(signature, 768)
     assert needs.before(relu, facts_of(relu), (x,), {})[1].measured
+
+
+def test_first_sights_on_a_gpu_get_room_for_transforms_where_tensor_cores_are_not_to_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of many channels on small maps these are many times the operands."""
+    func = torch.ops.aten.convolution.default
+    guesses = []
+    with FakeTensorMode():
+        x, weight = torch.empty(64, 512, 28, 28, device="cuda"), torch.empty(512, 512, 3, 3, device="cuda")
+        call = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        for allowed in (True, False):
+            monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+            guesses.append(OpNeeds("cuda").before(func, facts_of(func), call, {})[1])
+    assert guesses[0].likely_bytes < 10 * x.nbytes < 2_400_000_000 < guesses[1].likely_bytes
+    assert guesses[0].certain_bytes == guesses[1].certain_bytes == x.nbytes
 
 
 @pytest.mark.usefixtures("benchmark", "on_gpu")

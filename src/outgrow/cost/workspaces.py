@@ -115,6 +115,12 @@ def choices(op: Op, hardware: Hardware) -> tuple[Choice, ...]:
     return (*found[:-1], Choice(found[-1].nbytes, usual))
 
 
+def most_bytes(conv: Convolution) -> int:
+    """The most that an algorithm for a float32 convolution holds, in bytes, whichever pass it is for."""
+    passes = (FORWARD, DATA_GRADIENT, WEIGHT_GRADIENT)
+    return max(way.nbytes for kind in passes for way in _algorithms(conv, kind, _SINGLE))
+
+
 @dataclass(frozen=True, slots=True)
 class _Algorithm:
     """Workspace in bytes, time in that of a matrix product, and bytes that it moves beside that."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from outgrow.cost.workspaces import most_bytes
+from outgrow.tracing.convolution import FORWARD, Convolution
 from outgrow.tracing.ir import Trace
 from outgrow.tracing.ops import OpFacts, nbytes_of, outputs_of, parts_of, tensors_in
 
@@ -206,8 +208,29 @@ def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, 
     if facts.name.startswith("aten.masked_scatter"):  # counts, in 64 bits, what the mask picks
         workspace += torch.int64.itemsize * max(tensor.numel() for tensor in tensors)
     if extra:  # a library that is refused nothing: what it takes beyond this passes the budget
-        workspace = 2 * workspace + extra
+        workspace = 2 * max(workspace, _transforms_bytes(func, args)) + extra
     return Need(made, made + workspace, measured=False)
+
+
+def _transforms_bytes(func: Any, args: Sequence[Any]) -> int:
+    """What cuDNN keeps of transformed images and weights, where it may not multiply on tensor cores.
+
+    Of many channels on small maps that is far more than the operands: 2.4 GB for a convolution of VGG-16 on an H200,
+    whose images and weights are 60 MB.
+    """
+    if func not in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default):
+        return 0
+    images, weight = args[:2] if func is torch.ops.aten.convolution.default else args[1:3]
+    if torch.backends.cudnn.allow_tf32 or images.dtype is not torch.float32 or images.dim() != 4:
+        return 0
+    batch, channels_in, height, width = images.shape
+    channels_out, _, window_height, window_width = weight.shape
+    return most_bytes(
+        Convolution(
+            batch, channels_in, height, width, channels_out, height, width, window_height, window_width,
+            stride=1, dilation=1, groups=1, passes=FORWARD,
+        )
+    )  # fmt: skip
 
 
 def _bytes_of_parts(tensor: torch.Tensor) -> int:
