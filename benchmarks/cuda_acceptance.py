@@ -479,10 +479,11 @@ class Bench:
             if rival is not None:
                 everybody[name] = rival
                 rival.run(2, 120)
-                budget = rival.run(2, 60)["peak_allocated"]
+                found = rival.run(2, 60)
+                budget, row["peer_reserved"] = found["peak_allocated"], found["peak_reserved"]
             row |= {"budget": budget, "share": budget / plain_peak}
             ours.open(budget)
-            ours.run(_SETTLED, 120)
+            row["log"] = ours.run(_SETTLED, 120)["log"]
             times, last = self._take_turns(everybody)
         except WorkerFailed as error:
             return row | {"failure": str(error), "least_bytes": error.least_bytes}

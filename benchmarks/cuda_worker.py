@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -113,6 +114,29 @@ class Offload:
         return back
 
 
+class _Said(logging.Handler):
+    """What a session logged: which plans it made, and why."""
+
+    _MOST = 40  # lines
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._lines: list[str] = []
+        logger = logging.getLogger("outgrow")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a line."""
+        if len(self._lines) < self._MOST:
+            self._lines.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        """What was said since."""
+        lines, self._lines = self._lines, []
+        return lines
+
+
 class Job:
     """A network that trains, plain, as a peer does it, or in a session."""
 
@@ -136,6 +160,7 @@ class Job:
         self.offload = Offload()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=spec.momentum)
         self.session: outgrow.Session | None = None
+        self._said = _Said()
         self.count = 0
         # One block, however many steps: a peak of a peer's is to be met to the byte.
         self._losses = torch.zeros(_MOST_STEPS, device=DEVICE)
@@ -192,6 +217,7 @@ class Job:
         }
         if self.session is not None:
             found["summary"] = asdict(self.session.summary())
+            found["log"] = self._said.take()
             found |= self._link(self.session)
         return found
 

@@ -76,6 +76,8 @@ def _gpu_time(measured: Sequence[Figures]) -> _Rows:
         peer = f"{row['peer_over_plain']:.2f}" if "peer_over_plain" in row else ""
         ours = f"{row['ours_over_plain']:.3f}" if "ours_over_plain" in row else _failure(row)
         what = (row["network"], str(row["batch"]), row["peer"], _mib(row["budget"]))
+        if row.get("ours_is"):
+            ours += f" ({row['ours_is']})"
         rows.append((*what, f"{row['share']:.0%}", peer, ours))
     head = ("network", "batch", "peer", "budget", "of the plain peak", "peer over plain", "ours over plain")
     return head, rows
@@ -105,6 +107,14 @@ def _gpu_closeness(measured: Sequence[Figures]) -> _Rows:
         apart = [_failure(row) if (far := row.get(key)) is None else f"{far:.1e}" for key in ("apart", "plain_apart")]
         rows.append((row["spec"]["network"], f"{row['share']:.0%}", *apart))
     return ("network", "of the plain peak", "gradients from plain ones", "plain ones from themselves"), rows
+
+
+def _gpu_overlap(measured: Sequence[Figures]) -> _Rows:
+    rows = []
+    for row in measured:
+        hidden = f"{row['hidden_share']:.2f}" if "hidden_share" in row else _failure(row)
+        rows.append((row["policy"], f"{row['share']:.0%}", hidden))
+    return ("policy", "of the plain peak", "hidden, of what the simulator hides of the copies' time"), rows
 
 
 def _gpu_workspaces(measured: Sequence[Figures]) -> _Rows:
@@ -137,6 +147,7 @@ _GPU_TABLES: Mapping[str, Callable[[Any], _Rows]] = {
     "budgets": _gpu_budgets,
     "equality": _gpu_equality,
     "closeness": _gpu_closeness,
+    "overlap": _gpu_overlap,
     "workspaces": _gpu_workspaces,
     "deep": _gpu_deep,
 }

@@ -92,11 +92,11 @@ class Calls:
                 dice.put_back()
 
     def _gather(self, error: Scattered, facts: OpFacts, need: Need) -> None:
-        """Have saved values leave for what is free between others; the next plan is to leave more room, if it can."""
-        if not self._is_planned and self._pool.evict(need.likely_bytes):
-            return
-        self._refusals += 1  # which no library was told of
-        self._pool.page_fault(error, need.likely_bytes, facts.name, need.certain_bytes)
+        """Have saved values leave for what is free between them; the wall gives way where none can."""
+        self._refusals += self._is_planned  # which no library was told of
+        if not self._pool.thin_out(need.likely_bytes, is_fault=self._is_planned):
+            self._refusals += 1
+            self._pool.page_fault(error, need.likely_bytes, facts.name, need.certain_bytes)
 
     def _bounded(self, call: _RunOp, facts: OpFacts, need: Need) -> _RunOp:
         """What calls an op with as much memory as it may have of an allocator that counts."""

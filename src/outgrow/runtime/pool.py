@@ -36,6 +36,8 @@ _LOG = logging.getLogger(__name__)
 
 # Where the allocator refuses memory, this share of what is alive leaves at least: faults should be few.
 _FAULT_SHARE = 8
+# And for what is in use between free memory: so much of the budget.
+_SCATTERED_SHARE = 32
 
 
 class Parked(Protocol):
@@ -540,10 +542,7 @@ class Pool:
         Raises:
             DeviceOutOfMemory: nothing is left that could leave.
         """
-        self.faults += 1
-        self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
-        self._memory.go_astray()
-        self.fast_path.go_astray()
+        self._fault()
         self._memory.relieve()
         before = self._ledger.live_bytes
         evicted = self.evict(max(nbytes, before // _FAULT_SHARE))
@@ -557,6 +556,22 @@ class Pool:
         left = format_bytes(before - self._ledger.live_bytes)
         _LOG.info("page fault: %s found no memory for %s, and %s left the device", what, format_bytes(nbytes), left)
         self._memory.relieve()
+
+    def thin_out(self, nbytes: int, *, is_fault: bool) -> bool:
+        """What is free lies between others, and `nbytes` are wanted in a row: send some away; whether any went.
+
+        Those that come next would find no more, so that more leaves than that. Where it `is_fault`, no plan is to
+        come so near to the budget again.
+        """
+        if is_fault:
+            self._fault()
+        return self.evict(max(nbytes, self.budget_bytes // _SCATTERED_SHARE))
+
+    def _fault(self) -> None:
+        self.faults += 1
+        self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
+        self._memory.go_astray()
+        self.fast_path.go_astray()
 
     def make_room(self, need: int) -> bool:
         """Send the least recently used away until `need` more bytes fit what is aimed at; whether they do now."""
