@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -31,13 +30,11 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> CachingAllocator:
     def stand(share: float, device: torch.device) -> None:
         model.limit_bytes = int(share * TOTAL_BYTES)
 
-    class Taken:
-        def __init__(self, nbytes: int, device: torch.device) -> None:
-            try:
-                block = model.allocate(nbytes)
-            except OutOfMemory as error:
-                raise torch.OutOfMemoryError("CUDA out of memory") from error
-            weakref.finalize(self, model.free, block)
+    def take(nbytes: int, device: torch.device) -> None:
+        try:
+            model.free(model.allocate(nbytes))
+        except OutOfMemory as error:
+            raise torch.OutOfMemoryError("CUDA out of memory") from error
 
     def stats(device: torch.device) -> dict[str, Any]:
         blocks = {"all": {"current": model.allocated_bytes, "peak": model.most_allocated_bytes}}
@@ -48,7 +45,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> CachingAllocator:
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", stand)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     monkeypatch.setattr(torch.cuda, "empty_cache", model.give_back)
-    monkeypatch.setattr(torch, "UntypedStorage", Taken)
+    monkeypatch.setattr(torch, "UntypedStorage", take)
     return model
 
 
@@ -137,8 +134,8 @@ class Run:
     def _around(self, op: Op, *, is_new: bool) -> AbstractContextManager[None]:
         """As in `calls.py`."""
         if op.is_library:
-            return self.memory.openly(op.nbytes) if is_new else self.memory.gate(op.nbytes, op.outputs)
-        return self.memory.gate(sum(op.outputs), op.outputs, is_loud=True) if is_new else nullcontext()
+            return self.memory.openly(op.nbytes) if is_new else self.memory.gate(op.nbytes)
+        return self.memory.gate(sum(op.outputs), is_loud=True) if is_new else nullcontext()
 
     def _work(self, op: Op) -> None:
         taken: list[Block] = []

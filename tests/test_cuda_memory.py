@@ -121,18 +121,6 @@ def test_near_the_wall_the_gate_has_the_allocator_find_what_is_asked_for(allocat
     assert allocator.share == pytest.approx(WALL)
 
 
-def test_the_gate_asks_for_the_blocks_that_the_op_will_ask_for(allocator: Allocator) -> None:
-    """What is free in two places is no reason to give everything back."""
-    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
-    memory.begin_step(planned=True, again=False)
-    allocator.allocated, allocator.reserved = 6 * GiB, int(8.3 * GiB)
-    with memory.gate(GiB, (100, GiB // 2)):
-        assert allocator.asked == [100, GiB // 2, GiB // 2 - 100]
-    allocator.reserved = int(8.4 * GiB)
-    with memory.gate(100, (GiB,)):  # it writes over what it is given
-        assert allocator.asked[3:] == [100]
-
-
 def test_at_small_budgets_ends_of_pieces_keep_out_more_than_the_wall_allows(allocator: Allocator) -> None:
     memory = CudaMemory(DEVICE, GiB, Ledger("cuda", 0))
     memory.begin_step(planned=True, again=False)

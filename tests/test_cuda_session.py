@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,7 +59,7 @@ class CountedRam(Ram):
         blocks = sum(-(-record.nbytes // 512) * 512 for record in self._ledger.alive())
         self._ledger.settle(blocks + self.LIBRARY_BYTES)
 
-    def gate(self, nbytes: int, made: Sequence[int] = (), *, is_loud: bool = False) -> AbstractContextManager[None]:
+    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
         self.gates += 1
         return nullcontext()
 
@@ -394,10 +394,10 @@ def test_what_only_ends_of_pieces_keep_out_has_saved_values_leave(
         stretched[0] = True
         return True
 
-    def scattered(memory: CountedRam, nbytes: int, *rest: Any, **how: Any) -> AbstractContextManager[None]:
+    def scattered(memory: CountedRam, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
         if steps[0] > begins and not stretched[0] and dice.random() < 0.2:
             raise Scattered("CUDA out of memory")
-        return gate(memory, nbytes, *rest, **how)
+        return gate(memory, nbytes, is_loud=is_loud)
 
     monkeypatch.setattr(CountedRam, "begin_step", begun)
     monkeypatch.setattr(CountedRam, "stretch", stretch)

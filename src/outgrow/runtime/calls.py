@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -107,9 +107,9 @@ class Calls:
         if need.depends_on_data:
             return partial(self._call_strictly, call)
         if self.wants_gate(facts):
-            return partial(self._call_in_gate, need.likely_bytes, need.made, False, call)
+            return partial(self._call_in_gate, need.likely_bytes, False, call)
         if not need.measured:  # what it takes beyond its results is a guess, and it says so where it is refused that
-            return partial(self._call_in_gate, need.certain_bytes, need.made, True, call)
+            return partial(self._call_in_gate, need.certain_bytes, True, call)
         return call
 
     def _take_room(self, facts: OpFacts, need: Need) -> None:
@@ -131,17 +131,10 @@ class Calls:
         return result, rise()
 
     def _call_in_gate(
-        self,
-        nbytes: int,
-        made: Sequence[int],
-        is_loud: bool,
-        call: _RunOp,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, nbytes: int, is_loud: bool, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int | None]:
         """Call an op that gets so much, although the budget is near."""
-        with self._memory.gate(nbytes, made, is_loud=is_loud):
+        with self._memory.gate(nbytes, is_loud=is_loud):
             return call(func, args, kwargs)
 
     def _call_openly(
@@ -171,7 +164,7 @@ class Calls:
         try:
             if not (need.measured or self._convolutions.knows_ways):
                 return self._call_strictly(call, func, args, kwargs)
-            return self._call_in_gate(need.likely_bytes, need.made, False, call, func, args, kwargs)
+            return self._call_in_gate(need.likely_bytes, False, call, func, args, kwargs)
         except RuntimeError as error:
             if _NO_ALGORITHM in str(error) and self._memory.refusals():  # none at all found room: a page fault
                 raise torch.OutOfMemoryError(str(error)) from error

@@ -25,8 +25,7 @@ class Need:
 
     `certain_bytes` are its outputs at least; `likely_bytes` has the workspace too, measured or guessed. Where output
     sizes depend on data, `likely_bytes` is the most so far and never counts as measured, although such an op was
-    `seen` to run. `is_open` is what takes a workspace only of what is free, another one each time. `made` are the
-    blocks of its results, as far as they are known before it runs.
+    `seen` to run. `is_open` is what takes a workspace only of what is free, another one each time.
     """
 
     certain_bytes: int
@@ -35,7 +34,6 @@ class Need:
     depends_on_data: bool = False
     is_open: bool = False
     seen: bool = False
-    made: tuple[int, ...] = ()
 
 
 # What views and ops that write over their input add.
@@ -136,8 +134,7 @@ class OpNeeds:
         if self._searched_convolutions and signature not in self._searched and _is_convolution(signature):
             self._searched.add(signature)
         elif signature is not None:
-            made = () if known is None else known.made
-            self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True, seen=True, made=made)
+            self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True, seen=True)
         return True
 
 
@@ -194,14 +191,13 @@ def _item_signature(item: Any) -> Hashable:
 
 def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], extra: int) -> Need:
     tensors = tensors_in(args, kwargs)
-    results = _results(func, facts, args, kwargs)
-    made = None if results is None else sum(results)
+    made = _output_bytes(func, facts, args, kwargs)
     if made is None and any(map(parts_of, tensors)) and "to_dense" not in facts.name:
         # Indices are sorted: both they and the values lie there in either order for a while.
         read = 3 * sum(map(_bytes_of_parts, tensors))
     else:
         read = sum(map(nbytes_of, tensors))
-    if made is None or results is None:
+    if made is None:
         return Need(0, read + extra, measured=False, depends_on_data=True)
     if facts.writes:
         return Need(made, made, measured=False)
@@ -213,7 +209,7 @@ def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, 
         workspace += torch.int64.itemsize * max(tensor.numel() for tensor in tensors)
     if extra:  # a library that is refused nothing: what it takes beyond this passes the budget
         workspace = 2 * max(workspace, _transforms_bytes(func, args)) + extra
-    return Need(made, made + workspace, measured=False, made=results)
+    return Need(made, made + workspace, measured=False)
 
 
 def _transforms_bytes(func: Any, args: Sequence[Any]) -> int:
@@ -290,14 +286,14 @@ def _guess_workspace(name: str, read: int, made: int) -> int:
     return 2 * read + made  # bfloat16 operands are widened, reductions keep partial results
 
 
-def _results(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Blocks of new memory among the outputs, in bytes; None where the shapes depend on data."""
+def _output_bytes(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Bytes of new memory among the outputs, None where the shapes depend on data."""
     if facts.writes and not facts.makes_outputs:
-        return ()
+        return 0
     if func.namespace != "aten":  # somebody's own code would run once more than in plain PyTorch
         return None
     if not facts.makes_outputs:
-        return ()
+        return 0
     try:
         meta_args = _to_meta(list(args))
         meta_kwargs = _to_meta(dict(kwargs))
@@ -315,7 +311,7 @@ def _results(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str
         for tensor in outputs_of(result)
         if tensor.layout is torch.strided
     }
-    return tuple(size for address, size in fresh.items() if address not in given)
+    return sum(size for address, size in fresh.items() if address not in given)
 
 
 def _to_meta(item: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -174,8 +174,8 @@ class CudaMemory:
         storage.resize_(nbytes)
 
     @contextmanager
-    def gate(self, nbytes: int, made: Sequence[int] = (), *, is_loud: bool = False) -> Iterator[None]:
-        """Inside, `nbytes` that the budget has room for are found, blocks of `made` among them.
+    def gate(self, nbytes: int, *, is_loud: bool = False) -> Iterator[None]:
+        """Inside, `nbytes` that the budget has room for are found.
 
         cuDNN tries another algorithm where it gets no workspace for the first, tells nobody, and remembers that: the
         result would not be plain PyTorch's to the bit. Near the wall, the allocator is asked for as much before: it
@@ -187,14 +187,12 @@ class CudaMemory:
             yield
             return
         found = False
-        rest = nbytes - sum(made)
-        blocks = [nbytes] if rest < 0 else [size for size in (*made, rest) if size]
-        if nbytes + len(blocks) * ROUNDING_BYTES <= self._budget - allocated:
-            found = self._finds(blocks)
+        if nbytes + ROUNDING_BYTES <= self._budget - allocated:
+            found = self._finds(nbytes)
             further = iter(_ENDS_BYTES)
             while not found and (ends := next(further, 0)):
                 with self._moved_to(self._as_far_as(allocated + nbytes + ends)):
-                    found = self._finds(blocks)
+                    found = self._finds(nbytes)
             if not found:
                 self._refuse(nbytes)
         reserved = self._now()[1]
@@ -259,14 +257,14 @@ class CudaMemory:
         if not self._stretched_to:
             raise Scattered(f"CUDA out of memory: no {nbytes} bytes in a row between blocks in use")
 
-    def _finds(self, blocks: Sequence[int]) -> bool:
-        """Whether the allocator has such blocks behind the wall, free or to be taken."""
+    def _finds(self, nbytes: int) -> bool:
+        """Whether the allocator has so many bytes in one block behind the wall, free or to be taken."""
         try:
-            held = [torch.UntypedStorage(nbytes, device=self._device) for nbytes in blocks]
+            torch.UntypedStorage(nbytes, device=self._device)
         except torch.OutOfMemoryError:
             self._refused += 1  # to us, which is no library that keeps quiet
             return False
-        return len(held) == len(blocks)
+        return True
 
     @contextmanager
     def strictly(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -57,10 +56,8 @@ class DeviceMemory(Protocol):
     def count(self, nbytes: int) -> None:
         """An op is about to add `nbytes`: where they may not fit, set the ledger's live bytes to what is in use."""
 
-    def gate(self, nbytes: int, made: Sequence[int] = (), *, is_loud: bool = False) -> AbstractContextManager[None]:
+    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
         """Inside runs an op that adds `nbytes` and does something else where it is refused some of them, or says so.
-
-        It takes blocks of `made` bytes for its results, and the rest for its work.
 
         Raises:
             Scattered: not before something else has left; or, where nothing can, after `stretch`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -88,7 +87,7 @@ class Ram:
     def count(self, nbytes: int) -> None:
         """Nothing to do."""
 
-    def gate(self, nbytes: int, made: Sequence[int] = (), *, is_loud: bool = False) -> AbstractContextManager[None]:
+    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
         """Nothing to do: what is refused memory on a CPU says so."""
         return nullcontext()
 
