@@ -232,6 +232,11 @@ class Bench:
         """One that is given up ten seconds before the end."""
         return Worker(spec, self._began + self._limit - 10)
 
+    def close(self) -> None:
+        """End what was compiled and had no turn."""
+        for worker in chain.from_iterable(race.workers for race in self._compiled.values()):
+            worker.close()
+
     @property
     def left(self) -> float:
         """Seconds that are left for everything."""
@@ -441,7 +446,10 @@ class Bench:
         workers = [worker for race in races.values() for worker in race.workers if worker.spec.peer]
         if workers:
             self.say(f"compiling {len(workers)} networks")
-            with ThreadPoolExecutor(len(workers)) as pool, suppress(WorkerFailed):  # it fails once more in its turn
+            with (
+                ThreadPoolExecutor(len(workers)) as pool,
+                suppress(WorkerFailed, OSError),
+            ):  # and once more in its turn
                 list(pool.map(self._warm, workers))
 
     @staticmethod
@@ -612,10 +620,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no CUDA device that PyTorch can use: nothing was measured", file=sys.stderr)
         return 2
     bench = Bench(given.output, given.seconds, given.peers)
-    bench.untimed(given.sections)
-    for name in names:
-        if name in given.sections and name not in _UNTIMED:
-            bench.section(name, getattr(bench, name))
+    try:
+        bench.untimed(given.sections)
+        for name in names:
+            if name in given.sections and name not in _UNTIMED:
+                bench.section(name, getattr(bench, name))
+    finally:
+        bench.close()
     bench.say(f"{len(bench.bad)} results are not as they have to be; figures in {given.output}")
     return 1 if bench.bad else 0
 

@@ -199,6 +199,7 @@ class Job:
         """
         if self.session is None:
             torch.cuda.reset_peak_memory_stats()
+        assert steps <= _MOST_STEPS
         losses = self._losses[:steps]
         torch.cuda.synchronize()
         began = time.perf_counter()

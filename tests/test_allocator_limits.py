@@ -113,8 +113,6 @@ class Run:
         while True:
             made: list[Block] = []
             try:
-                if op.is_library and is_new:
-                    self.memory.gather(op.nbytes)
                 with self._around(op, is_new=is_new):
                     made += [self.allocator.allocate(size) for size in op.outputs]
                     self._work(op)

@@ -17,9 +17,8 @@ from outgrow.runtime.tiers.memory import Scattered
 from outgrow.tracing.ledger import Ledger
 
 GiB = 1 << 30
-WALL = 0.084 - (20 + 8) / (
-    100 << 10
-)  # of 100 GiB, for a budget of 8: a piece and four small ones may be taken beyond
+# Of 100 GiB, for a budget of 8: a piece and four small ones may be taken beyond it.
+WALL = 0.084 - 28 / (100 << 10)
 DEVICE = torch.device("cuda", 0)
 
 
@@ -161,14 +160,6 @@ def test_the_gate_asks_for_nothing_that_would_lift_the_peak_over_the_budget(allo
     assert not allocator.asked
 
 
-def test_an_op_that_says_so_where_it_is_refused_memory_takes_no_piece_beyond_the_bound(allocator: Allocator) -> None:
-    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
-    memory.begin_step(planned=True, again=False)
-    allocator.allocated, allocator.reserved = 6 * GiB, int(8.3 * GiB)
-    with memory.gate(2 * GiB - 1000, is_loud=True):
-        assert allocator.share == pytest.approx(0.084)
-
-
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_librarys_op_that_nobody_knows_is_refused_nothing(allocator: Allocator, planned: bool) -> None:
     memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
@@ -183,16 +174,6 @@ def test_a_librarys_op_that_nobody_knows_is_refused_nothing(allocator: Allocator
         assert allocator.share == 1.0
     # Where a plan will want the same blocks again, they are not given back for it.
     assert allocator.emptied == emptied + (not planned)
-
-
-def test_before_a_librarys_op_that_nobody_knows_saved_values_leave_for_ends_of_pieces(allocator: Allocator) -> None:
-    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
-    memory.begin_step(planned=False, again=False)
-    allocator.allocated = allocator.reserved = 7 * GiB
-    with pytest.raises(Scattered):
-        memory.gather(2 * GiB)
-    assert memory.stretch(GiB // 2)
-    memory.gather(2 * GiB)
 
 
 def test_what_takes_many_blocks_has_nothing_given_back_for_it(allocator: Allocator) -> None:
@@ -252,6 +233,7 @@ def test_the_wall_gives_way_once_a_step_to_what_the_budget_has_room_for(allocato
         assert allocator.share >= stretched
     assert allocator.share == stretched
     assert not memory.stretch(2 * GiB)
+    assert memory.stretch(3 * GiB), "for more it moves further"
     memory.end_step()
     assert allocator.share == pytest.approx(WALL)
     allocator.reserved = 6 * GiB

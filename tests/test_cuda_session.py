@@ -73,9 +73,6 @@ class CountedRam(Ram):
         self.opens += 1
         return nullcontext()
 
-    def gather(self, nbytes: int) -> None:
-        return None
-
     def strictly(self) -> AbstractContextManager[None]:
         self.stricts += 1
         return nullcontext()

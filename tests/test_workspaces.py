@@ -368,20 +368,23 @@ def test_what_a_search_takes_is_not_what_the_algorithm_takes() -> None:
     assert needs.before(relu, facts_of(relu), (x,), {})[1].measured
 
 
-def test_first_sights_on_a_gpu_get_room_for_transforms_where_tensor_cores_are_not_to_be_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of many channels on small maps these are many times the operands."""
+def test_first_sights_on_a_gpu_get_room_for_transforms_where_tensor_cores_are_not_to_be_used() -> None:
+    """Of many channels on small maps these are many times the operands; others than plain convolutions have none."""
     func = torch.ops.aten.convolution.default
-    guesses = []
-    with FakeTensorMode():
-        x, weight = torch.empty(64, 512, 28, 28, device="cuda"), torch.empty(512, 512, 3, 3, device="cuda")
-        call = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-        for allowed in (True, False):
-            monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
-            guesses.append(OpNeeds("cuda").before(func, facts_of(func), call, {})[1])
-    assert guesses[0].likely_bytes < 10 * x.nbytes < 2_400_000_000 < guesses[1].likely_bytes
-    assert guesses[0].certain_bytes == guesses[1].certain_bytes == x.nbytes
+
+    def guess(*, tf32: bool, channels: int = 512, groups: int = 1, stride: int = 1) -> Need:
+        with FakeTensorMode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
+            x = torch.empty(64, channels, 28, 28, device="cuda")
+            weight = torch.empty(channels, channels // groups, 3, 3, device="cuda")
+            call = (x, weight, None, [stride, stride], [1, 1], [1, 1], False, [0, 0], groups)
+            return OpNeeds("cuda").before(func, facts_of(func), call, {})[1]
+
+    images = 64 * 512 * 28 * 28 * 4
+    assert guess(tf32=True).likely_bytes < 10 * images < 2_400_000_000 < guess(tf32=False).likely_bytes
+    assert guess(tf32=True).certain_bytes == guess(tf32=False).certain_bytes == images
+    assert guess(tf32=False, groups=512) == guess(tf32=True, groups=512)
+    assert guess(tf32=False, stride=2) == guess(tf32=True, stride=2)
+    assert guess(tf32=False, channels=2048).likely_bytes < 4 * images + (4 << 30)
 
 
 @pytest.mark.usefixtures("benchmark", "on_gpu")

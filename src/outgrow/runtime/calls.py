@@ -93,8 +93,9 @@ class Calls:
 
     def _gather(self, error: Scattered, facts: OpFacts, need: Need) -> None:
         """Have saved values leave for what is free between them; the wall gives way where none can."""
-        self._refusals += self._is_planned  # which no library was told of
-        if not self._pool.thin_out(need.likely_bytes, is_fault=self._is_planned):
+        if self._pool.thin_out(need.likely_bytes, is_fault=self._is_planned):
+            self._refusals += self._is_planned  # a fault that no library knows of
+        elif not self._memory.stretch(need.certain_bytes):
             self._refusals += 1
             self._pool.page_fault(error, need.likely_bytes, facts.name, need.certain_bytes)
 
@@ -141,7 +142,6 @@ class Calls:
         self, nbytes: int, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int | None]:
         """Call an op whose library takes nobody knows how much, and something else where it is refused that."""
-        self._memory.gather(nbytes)
         with self._memory.openly(nbytes):
             return call(func, args, kwargs)
 

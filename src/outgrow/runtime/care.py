@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outgrow.cost.workspaces import most_bytes
-from outgrow.tracing.convolution import FORWARD, Convolution
+from outgrow.tracing.convolution import FORWARD, Convolution, convolution_shape
 from outgrow.tracing.ir import Trace
 from outgrow.tracing.ops import OpFacts, nbytes_of, outputs_of, parts_of, tensors_in
 
@@ -43,6 +43,8 @@ _LIBRARY_BYTES = 128 << 20
 _OF_LIBRARIES = ("aten.convolution", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._cudnn", "aten.cudnn")
 # A step counter among an op's arguments makes a new signature in every step.
 _MOST_SIGNATURES = 1 << 16
+# Twice that are kept free for what cuDNN may transform: with more it would not be the fast way.
+_MOST_TRANSFORMED_BYTES = 3 << 29
 _PLACE_OF_WEIGHT = {"aten.convolution.default": 1, "aten.convolution_backward.default": 2}
 # Guesses of fewer bytes than this teach nothing, and no lesson goes further.
 _LITTLE = 4096
@@ -218,19 +220,20 @@ def _transforms_bytes(func: Any, args: Sequence[Any]) -> int:
     Of many channels on small maps that is far more than the operands: 2.4 GB for a convolution of VGG-16 on an H200,
     whose images and weights are 60 MB.
     """
-    if func not in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default):
+    if func is torch.ops.aten.convolution.default:
+        images, weight, _, stride, _, dilation, transposed, _, groups = args
+    elif func is torch.ops.aten.convolution_backward.default:
+        _, images, weight, _, stride, _, dilation, transposed, _, groups, _ = args
+    else:
         return 0
-    images, weight = args[:2] if func is torch.ops.aten.convolution.default else args[1:3]
-    if torch.backends.cudnn.allow_tf32 or images.dtype is not torch.float32 or images.dim() != 4:
+    if transposed or images.dtype is not torch.float32 or images.dim() != 4:
         return 0
-    batch, channels_in, height, width = images.shape
-    channels_out, _, window_height, window_width = weight.shape
-    return most_bytes(
-        Convolution(
-            batch, channels_in, height, width, channels_out, height, width, window_height, window_width,
-            stride=1, dilation=1, groups=1, passes=FORWARD,
-        )
-    )  # fmt: skip
+    if torch.backends.cudnn.conv.fp32_precision == "tf32":  # type: ignore[attr-defined]
+        return 0
+    shape = convolution_shape(
+        images.shape, weight.shape, (0, len(weight), *images.shape[2:]), stride, dilation, groups, FORWARD
+    )
+    return min(_MOST_TRANSFORMED_BYTES, most_bytes(Convolution(*shape)))
 
 
 def _bytes_of_parts(tensor: torch.Tensor) -> int:

@@ -542,7 +542,7 @@ class Pool:
         Raises:
             DeviceOutOfMemory: nothing is left that could leave.
         """
-        self._fault()
+        self._fault(self._ledger.live_bytes)
         self._memory.relieve()
         before = self._ledger.live_bytes
         evicted = self.evict(max(nbytes, before // _FAULT_SHARE))
@@ -563,13 +563,15 @@ class Pool:
         Those that come next would find no more, so that more leaves than that. Where it `is_fault`, no plan is to
         come so near to the budget again.
         """
-        if is_fault:
-            self._fault()
-        return self.evict(max(nbytes, self.budget_bytes // _SCATTERED_SHARE))
+        before = self._ledger.live_bytes
+        has_left = self.evict(max(nbytes, self.budget_bytes // _SCATTERED_SHARE))
+        if has_left and is_fault:
+            self._fault(before)
+        return has_left
 
-    def _fault(self) -> None:
+    def _fault(self, live_bytes: int) -> None:
         self.faults += 1
-        self.fault_level = min(self.fault_level or self._ledger.live_bytes, self._ledger.live_bytes)
+        self.fault_level = min(self.fault_level or live_bytes, live_bytes)
         self._memory.go_astray()
         self.fast_path.go_astray()
 

@@ -20,8 +20,7 @@ _NEAR_SHARE = 8
 _RESERVED_SHARE = 1.05
 _PIECE_BYTES = 20 << 20
 # The same for blocks up to 1 MiB. An op takes some of them beside its large ones.
-_SMALL_PIECE_BYTES = 2 << 20
-_SMALL_PIECES_BYTES = 4 * _SMALL_PIECE_BYTES
+_SMALL_PIECES_BYTES = 4 * (2 << 20)
 # What an op's outputs and its workspace may take beyond their own bytes, each in pieces of its own.
 _PIECES_BYTES = 5 * _PIECE_BYTES
 # So near to the wall a step that is the same may come to it, as copies are over at other moments.
@@ -88,9 +87,8 @@ class CudaMemory:
         self._most_reserved = budget_bytes + slack
         beyond = _PIECE_BYTES + (_SMALL_PIECES_BYTES if slack >= _AMPLE_BYTES else 0)
         self._wall = self._most_reserved - min(beyond, max(0, slack - _PIECES_BYTES))
-        self._bound = budget_bytes + max(slack, _LEAST_SLACK_BYTES)
-        self._pieces = min(_PIECES_BYTES, slack // 2)
-        self._near = min(_NEAR_BYTES, slack // 2)
+        self._bound = budget_bytes + max(slack, _LEAST_SLACK_BYTES)  # what is held before saved values leave for it
+        self._near = min(_NEAR_BYTES, slack // 2)  # a step that ended this near to the wall is not calm
         self._refused = self._counter("num_ooms")
         self._at_end: tuple[int, int] | None = None  # retries and reserved bytes when the last step was over
         self._is_planned = False
@@ -195,13 +193,8 @@ class CudaMemory:
                     found = self._finds(nbytes)
             if not found:
                 self._refuse(nbytes)
-        reserved = self._now()[1]
-        wall = reserved + (_SMALL_PIECES_BYTES if found else nbytes + _PIECES_BYTES)
-        if is_loud:
-            wall = min(wall, self._most_reserved)
-        elif found:
-            wall = min(wall, max(self._most_reserved, reserved + _SMALL_PIECE_BYTES))
-        with self._moved_to(wall):
+        wall = self._now()[1] + (_SMALL_PIECES_BYTES if found else nbytes + _PIECES_BYTES)
+        with self._moved_to(min(wall, self._most_reserved) if found and is_loud else wall):
             yield
 
     @contextmanager
@@ -217,13 +210,6 @@ class CudaMemory:
         """
         highest = self._highest()
         return highest if highest != self._highest_before else None
-
-    def gather(self, nbytes: int) -> None:
-        """See that `nbytes` need not lie where nothing would be but for ends of pieces."""
-        if not self._is_planned and self._now()[1] + nbytes + _PIECES_BYTES > self._stands_at:
-            torch.cuda.empty_cache()
-            if self._now()[1] + nbytes + self._pieces > self._bound:
-                self._refuse(nbytes)
 
     @contextmanager
     def openly(self, nbytes: int) -> Iterator[None]:
@@ -245,7 +231,7 @@ class CudaMemory:
             self._stand()
 
     def _as_far_as(self, wall_bytes: int) -> int:
-        """So far the wall gives way before anything has to leave for what ends of pieces take."""
+        """How far the wall gives way for ends of pieces: in the first place so far that a piece more is in bounds."""
         return wall_bytes if self._stretched_to else min(wall_bytes, self._bound - _PIECE_BYTES)
 
     def _refuse(self, nbytes: int) -> None:
@@ -283,9 +269,10 @@ class CudaMemory:
         False if it has not, or if the wall is as far out already.
         """
         allocated, reserved = self._now()
-        if self._stretched_to or allocated + nbytes > self._budget:
+        wall = reserved + nbytes + _PIECES_BYTES
+        if allocated + nbytes > self._budget or wall <= self._stretched_to:
             return False
-        self._stretched_to = max(self._stands_at, reserved + nbytes + _PIECES_BYTES)
+        self._stretched_to = max(self._stands_at, wall)
         self._stand()
         return True
 

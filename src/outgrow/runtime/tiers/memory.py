@@ -60,7 +60,7 @@ class DeviceMemory(Protocol):
         """Inside runs an op that adds `nbytes` and does something else where it is refused some of them, or says so.
 
         Raises:
-            Scattered: not before something else has left; or, where nothing can, after `stretch`.
+            Scattered: something has to leave first, or, where nothing can, the wall to be stretched.
         """
 
     def gate_for_many(self, nbytes: int) -> AbstractContextManager[None]:
@@ -73,13 +73,6 @@ class DeviceMemory(Protocol):
         """Inside runs an op that nobody saw before, that does something else where it is refused memory.
 
         It is refused none, whatever the budget is; `nbytes` are what it is thought to add.
-        """
-
-    def gather(self, nbytes: int) -> None:
-        """An op is about to run openly that is thought to add so much.
-
-        Raises:
-            Scattered: not before something else has left; or, where nothing can, after `stretch`.
         """
 
     def strictly(self) -> AbstractContextManager[None]:

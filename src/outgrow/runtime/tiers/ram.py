@@ -102,9 +102,6 @@ class Ram:
         """Nothing to do: what is refused memory on a CPU says so."""
         return nullcontext()
 
-    def gather(self, nbytes: int) -> None:
-        """Nothing to do: addresses are no memory."""
-
     def strictly(self) -> AbstractContextManager[None]:
         """Nothing to do: an allocator of the system's has bounds of its own."""
         return nullcontext()
