@@ -61,11 +61,15 @@ def memory_over(model: CachingAllocator, budget: int) -> CudaMemory:
 
 @dataclass(frozen=True)
 class Op:
-    """What an op makes, and what it takes while it runs; `is_library`: it would do without the latter."""
+    """What an op makes, and what it takes while it runs; `is_library`: it would do without the latter.
+
+    `works_first`: it takes that before its results, as copies of its operands are.
+    """
 
     outputs: tuple[int, ...]
     workspaces: tuple[int, ...]
     is_library: bool
+    works_first: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -114,8 +118,9 @@ class Run:
             made: list[Block] = []
             try:
                 with self._around(op, is_new=is_new):
-                    made += [self.allocator.allocate(size) for size in op.outputs]
-                    self._work(op)
+                    if not op.works_first:
+                        self._make(op, made)
+                    self._work(op, made)
                 self.kept += made
                 return
             except (OutOfMemory, torch.OutOfMemoryError):  # a page fault
@@ -135,17 +140,26 @@ class Run:
             return self.memory.openly(op.nbytes) if is_new else self.memory.gate(op.nbytes)
         return self.memory.gate(sum(op.outputs), is_loud=True) if is_new else nullcontext()
 
-    def _work(self, op: Op) -> None:
+    def _make(self, op: Op, made: list[Block]) -> None:
+        made.extend(map(self.allocator.allocate, op.outputs))  # those that came are there if one does not
+
+    def _work(self, op: Op, made: list[Block]) -> None:
         taken: list[Block] = []
+        try:
+            self._take(op, taken)
+            if op.works_first:
+                self._make(op, made)
+        finally:
+            for block in taken:
+                self.allocator.free(block)
+
+    def _take(self, op: Op, taken: list[Block]) -> None:
         try:
             taken.extend(map(self.allocator.allocate, op.workspaces))
         except OutOfMemory:
             if not op.is_library:
                 raise
             self.quiet += 1
-        finally:
-            for block in taken:
-                self.allocator.free(block)
 
 
 def network(dice: random.Random, budget: int, ops: int) -> list[Op]:
@@ -159,6 +173,7 @@ def network(dice: random.Random, budget: int, ops: int) -> list[Op]:
             outputs=tuple(size() for _ in range(dice.choice((1, 1, 1, 2, 3)))),
             workspaces=tuple(size() for _ in range(dice.choice((0, 0, 1, 2)))),
             is_library=dice.random() < 0.5,
+            works_first=dice.random() < 0.5,
         )
         for _ in range(ops)
     ]
