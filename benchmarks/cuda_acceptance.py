@@ -446,10 +446,8 @@ class Bench:
         workers = [worker for race in races.values() for worker in race.workers if worker.spec.peer]
         if workers:
             self.say(f"compiling {len(workers)} networks")
-            with (
-                ThreadPoolExecutor(len(workers)) as pool,
-                suppress(WorkerFailed, OSError),
-            ):  # and once more in its turn
+            # Who fails here fails once more in its turn.
+            with ThreadPoolExecutor(len(workers)) as pool, suppress(WorkerFailed, OSError):
                 list(pool.map(self._warm, workers))
 
     @staticmethod
