@@ -221,15 +221,12 @@ def residual(batch: int, blocks: int) -> list[Op]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("batch", "budget"), [(16, 3 * GiB), (64, 6 * GiB)], ids=str)
-def test_networks_of_many_small_maps_hold_no_more_than_that_either(
-    allocator: CachingAllocator, batch: int, budget: int, seed: int
-) -> None:
-    """Each piece has several of them, and is not free before the last one is."""
-    dice = random.Random(seed)
+def test_networks_of_many_small_maps_hold_no_more_than_that_either(allocator: CachingAllocator, seed: int) -> None:
+    """Each piece has several of them, and is not free before the last one is. First sights take what they want."""
+    budget, dice = 4 * GiB, random.Random(seed)
     state = [allocator.allocate(dice.randrange(1, 64) * MiB // 8) for _ in range(48)]
-    run = Run(allocator, memory_over(allocator, budget), budget, residual(batch, 60), dice)
-    reserved = max(run.step(planned=k > 0, again=False) for k in range(2))
+    run = Run(allocator, memory_over(allocator, budget), budget, residual(batch=64, blocks=120), dice)
+    reserved = max([run.step(planned=k > 0, again=False) for k in range(4)][1:])
     assert state
     assert run.quiet == 0
     assert allocator.most_allocated_bytes <= budget
