@@ -250,6 +250,9 @@ class FakeDevice:
     def relieve(self) -> None:
         pass
 
+    def keeps_bounds(self) -> bool:
+        return True
+
     def go_astray(self) -> None:
         pass
 

@@ -31,7 +31,7 @@ from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers import host
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.host import HostTier
-from outgrow.runtime.tiers.memory import Scattered
+from outgrow.runtime.tiers.memory import Request, Scattered
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.runtime.watch import Watch
 from outgrow.tracing.ir import Fit
@@ -59,12 +59,12 @@ class CountedRam(Ram):
         blocks = sum(-(-record.nbytes // 512) * 512 for record in self._ledger.alive())
         self._ledger.settle(blocks + self.LIBRARY_BYTES)
 
-    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
+    def gate(self, request: Request) -> AbstractContextManager[None]:
         self.gates += 1
         return nullcontext()
 
     def gate_for_many(self, nbytes: int) -> AbstractContextManager[None]:
-        return self.gate(nbytes)
+        return self.gate(Request((), nbytes, falls_back=True))
 
     def highest_bytes(self) -> int | None:
         return None
@@ -391,15 +391,15 @@ def test_what_only_ends_of_pieces_keep_out_has_saved_values_leave(
         stretched[0] = True
         return True
 
-    def scattered(memory: CountedRam, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
+    def scattered(memory: CountedRam, request: Request) -> AbstractContextManager[None]:
         if steps[0] > begins and not stretched[0] and dice.random() < 0.2:
             raise Scattered("CUDA out of memory")
-        return gate(memory, nbytes, is_loud=is_loud)
+        return gate(memory, request)
 
     monkeypatch.setattr(CountedRam, "begin_step", begun)
     monkeypatch.setattr(CountedRam, "stretch", stretch)
     monkeypatch.setattr(CountedRam, "gate", scattered)
-    monkeypatch.setattr(CountedRam, "is_open", False)
+    monkeypatch.setattr(CountedRam, "open_bytes", 0)
     fakes()
     ours, summaries = train_in_session(known.make, 4, budget=known.budget)
     assert ours == known.plain

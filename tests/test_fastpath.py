@@ -374,8 +374,8 @@ def test_ops_that_a_library_may_run_in_another_way_pass_only_where_nothing_is_re
     gelus = 2 * LAYERS  # forward and backward
     monkeypatch.setattr(Calls, "wants_gate", lambda calls, facts: "gelu" in facts.name)
     most = []
-    for is_open in (True, False):
-        monkeypatch.setattr(Ram, "is_open", is_open)
+    for open_bytes in (1, 0):
+        monkeypatch.setattr(Ram, "open_bytes", open_bytes)
         assert_equal_and_inside(chain())
         most.append(max(passed[-3:]))
     assert most[0] == most[1] + gelus

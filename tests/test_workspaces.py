@@ -30,6 +30,7 @@ from outgrow.runtime.calls import Calls
 from outgrow.runtime.care import Need, OpNeeds
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.room import Room
+from outgrow.runtime.tiers.memory import Request
 from outgrow.tracing.convolution import Convolution
 from outgrow.tracing.ir import Op, Phase
 from outgrow.tracing.liveness import plain_profile
@@ -308,8 +309,8 @@ class Watched(CountedRam):
         super().__init__(*arguments)
         self.gated: list[int] = []
 
-    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
-        self.gated.append(nbytes)
+    def gate(self, request: Request) -> AbstractContextManager[None]:
+        self.gated.append(request.nbytes)
         return nullcontext()
 
     def refusals(self) -> int:
@@ -361,7 +362,8 @@ def test_what_a_search_takes_is_not_what_the_algorithm_takes() -> None:
     needs.measured(signature, 100 << 20)
     assert needs.before(func, facts_of(func), call, {})[1] == guess
     needs.measured(signature, 1 << 20)
-    assert needs.before(func, facts_of(func), call, {})[1] == Need(1 << 20, 1 << 20, measured=True, seen=True)
+    known = needs.before(func, facts_of(func), call, {})[1]
+    assert known == Need(1 << 20, 1 << 20, measured=True, seen=True, made=(4 * 6 * 6 * 4,))
     relu = torch.ops.aten.relu.default
     signature, _ = needs.before(relu, facts_of(relu), (x,), {})
     needs.measured(signature, 768)

@@ -15,7 +15,7 @@ from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.threads import run_on_new_thread
-from outgrow.runtime.tiers.memory import DeviceMemory, Scattered
+from outgrow.runtime.tiers.memory import DeviceMemory, Request, Scattered
 from outgrow.runtime.tiers.reserve import Reserve
 from outgrow.tracing.ops import OpFacts
 from outgrow.tracing.probe import is_profiled, measured_call
@@ -108,9 +108,9 @@ class Calls:
         if need.depends_on_data:
             return partial(self._call_strictly, call)
         if self.wants_gate(facts):
-            return partial(self._call_in_gate, need.likely_bytes, False, call)
+            return partial(self._call_in_gate, need.request(falls_back=True), call)
         if not need.measured:  # what it takes beyond its results is a guess, and it says so where it is refused that
-            return partial(self._call_in_gate, need.certain_bytes, True, call)
+            return partial(self._call_in_gate, need.request(falls_back=False), call)
         return call
 
     def _take_room(self, facts: OpFacts, need: Need) -> None:
@@ -132,10 +132,11 @@ class Calls:
         return result, rise()
 
     def _call_in_gate(
-        self, nbytes: int, is_loud: bool, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, request: Request, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int | None]:
-        """Call an op that gets so much, although the budget is near."""
-        with self._memory.gate(nbytes, is_loud=is_loud):
+        """Call an op that gets what it asks for, although the budget is near."""
+        self._pool.mind_bounds()
+        with self._memory.gate(request):
             return call(func, args, kwargs)
 
     def _call_openly(
@@ -164,7 +165,7 @@ class Calls:
         try:
             if not (need.measured or self._convolutions.knows_ways):
                 return self._call_strictly(call, func, args, kwargs)
-            return self._call_in_gate(need.likely_bytes, False, call, func, args, kwargs)
+            return self._call_in_gate(need.request(falls_back=True), call, func, args, kwargs)
         except RuntimeError as error:
             if _NO_ALGORITHM in str(error) and self._memory.refusals():  # none at all found room: a page fault
                 raise torch.OutOfMemoryError(str(error)) from error

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from outgrow.cost.workspaces import most_bytes
+from outgrow.runtime.tiers.memory import Request
 from outgrow.tracing.convolution import FORWARD, Convolution, convolution_shape
 from outgrow.tracing.ir import Trace
 from outgrow.tracing.ops import OpFacts, nbytes_of, outputs_of, parts_of, tensors_in
@@ -25,7 +26,8 @@ class Need:
 
     `certain_bytes` are its outputs at least; `likely_bytes` has the workspace too, measured or guessed. Where output
     sizes depend on data, `likely_bytes` is the most so far and never counts as measured, although such an op was
-    `seen` to run. `is_open` is what takes a workspace only of what is free, another one each time.
+    `seen` to run. `is_open` is what takes a workspace only of what is free, another one each time. `made` are the
+    blocks of its results, as far as they are known before it runs.
     """
 
     certain_bytes: int
@@ -34,6 +36,15 @@ class Need:
     depends_on_data: bool = False
     is_open: bool = False
     seen: bool = False
+    made: tuple[int, ...] = ()
+
+    def request(self, *, falls_back: bool) -> Request:
+        """What the allocator will be asked for; of an op that does not fall back, for its results alone."""
+        nbytes = self.likely_bytes if falls_back else self.certain_bytes
+        work = nbytes - sum(self.made)
+        if work < 0:  # a result took the place of an input
+            return Request((), nbytes, falls_back)
+        return Request(self.made, work, falls_back)
 
 
 # What views and ops that write over their input add.
@@ -136,7 +147,8 @@ class OpNeeds:
         if self._searched_convolutions and signature not in self._searched and _is_convolution(signature):
             self._searched.add(signature)
         elif signature is not None:
-            self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True, seen=True)
+            made = () if known is None else known.made
+            self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True, seen=True, made=made)
         return True
 
 
@@ -193,13 +205,14 @@ def _item_signature(item: Any) -> Hashable:
 
 def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], extra: int) -> Need:
     tensors = tensors_in(args, kwargs)
-    made = _output_bytes(func, facts, args, kwargs)
+    results = _results(func, facts, args, kwargs)
+    made = None if results is None else sum(results)
     if made is None and any(map(parts_of, tensors)) and "to_dense" not in facts.name:
         # Indices are sorted: both they and the values lie there in either order for a while.
         read = 3 * sum(map(_bytes_of_parts, tensors))
     else:
         read = sum(map(nbytes_of, tensors))
-    if made is None:
+    if made is None or results is None:
         return Need(0, read + extra, measured=False, depends_on_data=True)
     if facts.writes:
         return Need(made, made, measured=False)
@@ -211,7 +224,7 @@ def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, 
         workspace += torch.int64.itemsize * max(tensor.numel() for tensor in tensors)
     if extra:  # a library that is refused nothing: what it takes beyond this passes the budget
         workspace = 2 * max(workspace, _transforms_bytes(func, args)) + extra
-    return Need(made, made + workspace, measured=False)
+    return Need(made, made + workspace, measured=False, made=results)
 
 
 def _transforms_bytes(func: Any, args: Sequence[Any]) -> int:
@@ -289,14 +302,14 @@ def _guess_workspace(name: str, read: int, made: int) -> int:
     return 2 * read + made  # bfloat16 operands are widened, reductions keep partial results
 
 
-def _output_bytes(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Bytes of new memory among the outputs, None where the shapes depend on data."""
+def _results(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Blocks of new memory among the outputs, in bytes; None where the shapes depend on data."""
     if facts.writes and not facts.makes_outputs:
-        return 0
+        return ()
     if func.namespace != "aten":  # somebody's own code would run once more than in plain PyTorch
         return None
     if not facts.makes_outputs:
-        return 0
+        return ()
     try:
         meta_args = _to_meta(list(args))
         meta_kwargs = _to_meta(dict(kwargs))
@@ -314,7 +327,7 @@ def _output_bytes(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mappin
         for tensor in outputs_of(result)
         if tensor.layout is torch.strided
     }
-    return sum(size for address, size in fresh.items() if address not in given)
+    return tuple(size for address, size in fresh.items() if address not in given)
 
 
 def _to_meta(item: Any) -> Any:

@@ -254,7 +254,7 @@ class Executor:
                 None if cares_for_all else plan,
                 self._modes + 1 if watch else 0,
                 may_pass=may_pass,
-                is_open=self._memory.is_open,
+                open_bytes=self._memory.open_bytes,
             )
             if plan is not None and recorder is None and not (on_demand or self._compiled):
                 self._staying.begin(plan, kinds, watched=watch)

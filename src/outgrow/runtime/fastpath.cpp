@@ -78,7 +78,7 @@ struct State {
   int64_t length;          // of `needs` and `expected`
   int64_t bell;            // somebody wants Python to see the next op, as memory is free by now
   int64_t level;           // bytes that the step comes to at its most: below, that memory may as well wait
-  int64_t open;            // whether the allocator refuses nothing that fits the budget
+  int64_t open;            // while it holds less than so many bytes, the allocator refuses nothing that fits the budget
   int64_t loose;           // whether ops may be smaller than those that were learned, which goes on and on
   int64_t modes;           // how many dispatch modes there are, ours with them
   int64_t budget;          // bytes
@@ -137,6 +137,9 @@ c10::CachingDeviceAllocator::DeviceStats stats_of(int64_t device) {
 
 // Bytes that PyTorch's allocator has given out on a GPU.
 int64_t allocated_bytes(int64_t device) { return stats_of(device).allocated_bytes[kAll].current; }
+
+// And that it holds for that.
+int64_t reserved_bytes(int64_t device) { return stats_of(device).reserved_bytes[kAll].current; }
 
 int64_t live_bytes(const State& now) {
   return now.device < 0 ? *now.booked + now.count->bytes : allocated_bytes(now.device);
@@ -491,7 +494,8 @@ bool all_known(const State& now, const torch::jit::Stack& stack, size_t count) {
 
 bool fits(State& now, const Expected& next) {
   const int64_t risen = live_bytes(now) + next.rise;
-  if (risen > now.budget || ((next.flags & kGated) && !now.open)) return false;
+  if (risen > now.budget) return false;
+  if ((next.flags & kGated) && now.open <= (now.device < 0 ? 0 : reserved_bytes(now.device))) return false;
   if (now.device >= 0) {  // its own allocator keeps it under the wall, and the host's heap has no bounds
     now.peak = std::max(now.peak, risen);
     return true;
@@ -590,7 +594,7 @@ void outgrow_fastpath_see_nodes(int is_on) {
 
 // Bytes that PyTorch's allocator has given out on a GPU, and that it holds for that.
 int64_t outgrow_fastpath_allocated(int device) { return allocated_bytes(device); }
-int64_t outgrow_fastpath_reserved(int device) { return stats_of(device).reserved_bytes[kAll].current; }
+int64_t outgrow_fastpath_reserved(int device) { return reserved_bytes(device); }
 
 // Somebody has to know of each write to this storage from now on, or nobody has to any more.
 void outgrow_fastpath_followed(const void* storage, int is_followed) { note(followed, storage, is_followed); }

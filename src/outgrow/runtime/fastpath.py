@@ -179,19 +179,19 @@ class FastPath:
 
     # --- the step ---
 
-    def begin(self, plan: Plan | None, modes: int, *, is_open: bool, may_pass: bool = True) -> None:
+    def begin(self, plan: Plan | None, modes: int, *, open_bytes: int, may_pass: bool = True) -> None:
         """A step begins that goes by `plan` (None: each op needs care), watched by one of `modes` dispatch modes.
 
-        `modes` is 0 where nobody watches. Who else has a mode sees all ops. `is_open` says that the allocator refuses
-        nothing that fits the budget. Where nothing `may_pass`, the step may be a lesson all the same.
+        `modes` is 0 where nobody watches. Who else has a mode sees all ops. While the allocator holds less than
+        `open_bytes`, it refuses nothing that fits the budget. Where nothing `may_pass`, the step may be a lesson.
         """
-        self._enter(plan, modes, Fit.EXACT, is_open=is_open, may_pass=may_pass)
+        self._enter(plan, modes, Fit.EXACT, open_bytes=open_bytes, may_pass=may_pass)
         self._see_nodes()
 
-    def _enter(self, plan: Plan | None, modes: int, fit: Fit, *, is_open: bool, may_pass: bool) -> None:
+    def _enter(self, plan: Plan | None, modes: int, fit: Fit, *, open_bytes: int, may_pass: bool) -> None:
         state = self._state
         state.number = state.peak = state.passed = 0
-        state.open = is_open
+        state.open = open_bytes
         state.learns = state.passes = state.loose = 0
         state.length = 0
         self._lesson = None
@@ -268,7 +268,7 @@ class FastPath:
         state = self._state
         number, modes, peak, passed = self.number, int(state.modes), state.peak, state.passed
         self._leave(followed=False)
-        self._enter(plan, modes, fit, is_open=False, may_pass=may_pass)
+        self._enter(plan, modes, fit, open_bytes=0, may_pass=may_pass)
         self.was_measured()  # where this is a lesson, it does not tell of what came before
         self.number, state.peak, state.passed = number, peak, passed
 

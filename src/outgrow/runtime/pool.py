@@ -526,7 +526,9 @@ class Pool:
         with torch._C._DisableTorchDispatch():
             while True:
                 try:
-                    return self._memory.allocate(nbytes)
+                    storage = self._memory.allocate(nbytes)
+                    self.mind_bounds()
+                    return storage
                 except (RuntimeError, MemoryError, OSError) as error:
                     if not is_out_of_memory(error):
                         raise
@@ -572,6 +574,14 @@ class Pool:
     def _fault(self, live_bytes: int) -> None:
         self.faults += 1
         self.fault_level = min(self.fault_level or live_bytes, live_bytes)
+        self._go_astray()
+
+    def mind_bounds(self) -> None:
+        """See that a step in which the allocator refuses nothing does not have it hold more and more."""
+        if not self._memory.keeps_bounds():
+            self._go_astray()
+
+    def _go_astray(self) -> None:
         self._memory.go_astray()
         self.fast_path.go_astray()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from outgrow.runtime.tiers.memory import Scattered
+from outgrow.runtime.tiers.memory import Request, Scattered
 from outgrow.tracing.ledger import Ledger
 
 # This near to the budget the allocator is asked what it has really given out: blocks are rounded up, cuBLAS keeps
@@ -23,8 +23,6 @@ _PIECE_BYTES = 20 << 20
 _SMALL_PIECES_BYTES = 4 * (2 << 20)
 # What an op's outputs and its workspace may take beyond their own bytes, each in pieces of its own.
 _PIECES_BYTES = 5 * _PIECE_BYTES
-# So near to the wall a step that is the same may come to it, as copies are over at other moments.
-_NEAR_BYTES = 5 * _PIECE_BYTES
 # What all such ends come to when free blocks have been given back: tried in turn, 256 MiB were never too little.
 _ENDS_BYTES = (64 << 20, 128 << 20, 256 << 20)
 # Small budgets consist of few pieces: so far the wall may always give way; and from here on it matters little whether
@@ -88,16 +86,15 @@ class CudaMemory:
         beyond = _PIECE_BYTES + (_SMALL_PIECES_BYTES if slack >= _AMPLE_BYTES else 0)
         self._wall = self._most_reserved - min(beyond, max(0, slack - _PIECES_BYTES))
         self._bound = budget_bytes + max(slack, _LEAST_SLACK_BYTES)  # what is held before saved values leave for it
-        self._near = min(_NEAR_BYTES, slack // 2)  # a step that ended this near to the wall is not calm
         self._refused = self._counter("num_ooms")
-        self._at_end: tuple[int, int] | None = None  # retries and reserved bytes when the last step was over
         self._is_planned = False
         self._highest_before = 0
         self.is_open = False
         # Free blocks of the time before would count against the wall.
         torch.cuda.empty_cache()
         self._is_calm = False
-        self._retries = self._counter("num_alloc_retries")
+        # How often free blocks were given back, and reserved bytes, when the last step began and was over.
+        self._at_begin = self._at_end = self._state()
         self._raised: list[int] = []  # where the wall stands at the least, for what runs now
         self._stretched_to = 0  # and for this step
         self._stand()
@@ -122,23 +119,24 @@ class CudaMemory:
         return self._budget // _MARGIN_SHARE
 
     def begin_step(self, *, planned: bool, again: bool) -> None:
-        """Have the wall out of the way where the last step was the same, and never came near it.
+        """Have the wall out of the way where the last step was the same, and took and gave back nothing.
 
-        An allocator that is asked for the same blocks in the same order gives the same ones out, if nobody had it
-        give blocks back meanwhile. A wall of the user's that is nearer than ours stays where it is.
+        An allocator that is asked for the same blocks in the same order gives the same ones out, if the same ones are
+        free. A wall of the user's that is nearer than ours stays where it is.
         """
         self._is_planned = planned
         self._highest_before = self._highest()
-        is_as_it_was = self._at_end == self._state()
+        self._at_begin = self._state()
+        is_as_it_was = self._at_end == self._at_begin
         is_ours = self._usual_share * self._total >= self._wall + _PIECES_BYTES
         self.is_open = again and self._is_calm and is_as_it_was and is_ours
-        self._retries = self._counter("num_alloc_retries")
         self._stand()
 
     def end_step(self) -> None:
         """Put the wall where it should be, and remember how the allocator was left."""
-        self._at_end = retries, reserved = self._state()
-        self._is_calm = retries == self._retries and reserved + self._near <= self._wall
+        self._at_end = self._state()
+        reserved = self._at_end[1]
+        self._is_calm = self._at_end == self._at_begin and reserved <= self._most_reserved
         if reserved > self._most_reserved:  # else the next step would go on from there
             torch.cuda.empty_cache()
         self.is_open = False
@@ -149,6 +147,15 @@ class CudaMemory:
         """Put the wall back."""
         self.is_open = False
         self._stand()
+
+    @property
+    def open_bytes(self) -> int:
+        """What a step without a wall does not come to hold, as it takes nothing; 0 where there is a wall."""
+        return self._at_begin[1] + 1 if self.is_open else 0
+
+    def keeps_bounds(self) -> bool:
+        """False where a step without a wall takes something all the same: its copies were over at other moments."""
+        return not self.is_open or self._now()[1] < self.open_bytes
 
     def make_room(self, nbytes: int) -> None:
         """Nothing to do: the allocator gives free blocks back to the device before it refuses memory."""
@@ -172,29 +179,30 @@ class CudaMemory:
         storage.resize_(nbytes)
 
     @contextmanager
-    def gate(self, nbytes: int, *, is_loud: bool = False) -> Iterator[None]:
-        """Inside, `nbytes` that the budget has room for are found.
+    def gate(self, request: Request) -> Iterator[None]:
+        """Inside, an op is refused nothing of its request, which the budget has room for.
 
         cuDNN tries another algorithm where it gets no workspace for the first, tells nobody, and remembers that: the
         result would not be plain PyTorch's to the bit. Near the wall, the allocator is asked for as much before: it
         gives free blocks back for that if it has to, and has the memory then. Where ends of pieces keep it out all
-        the same, the wall gives way: how much they come to, nobody can tell beforehand.
+        the same, the wall gives way: how much they come to, nobody can tell beforehand. It does so for the op too,
+        which may ask in an order of its own: of what has been found, that takes little more, and seldom any.
         """
         allocated, reserved = self._now()
-        if reserved + nbytes + _PIECES_BYTES <= self._stands_at:
+        if reserved + request.nbytes + _PIECES_BYTES <= self._stands_at:
             yield
             return
         found = False
-        if nbytes + ROUNDING_BYTES <= self._budget - allocated:
-            found = self._finds(nbytes)
+        if request.nbytes + len(_blocks_of(request)) * ROUNDING_BYTES <= self._budget - allocated:
+            found = self._finds(request)
             further = iter(_ENDS_BYTES)
             while not found and (ends := next(further, 0)):
-                with self._moved_to(self._as_far_as(allocated + nbytes + ends)):
-                    found = self._finds(nbytes)
+                with self._moved_to(self._as_far_as(allocated + request.nbytes + ends)):
+                    found = self._finds(request)
             if not found:
-                self._refuse(nbytes)
-        wall = self._now()[1] + (_SMALL_PIECES_BYTES if found else nbytes + _PIECES_BYTES)
-        with self._moved_to(min(wall, self._most_reserved) if found and is_loud else wall):
+                self._refuse(request.nbytes)
+        wall = self._now()[1] + request.nbytes + _PIECES_BYTES
+        with self._moved_to(min(wall, self._most_reserved) if found and not request.falls_back else wall):
             yield
 
     @contextmanager
@@ -243,10 +251,18 @@ class CudaMemory:
         if not self._stretched_to:
             raise Scattered(f"CUDA out of memory: no {nbytes} bytes in a row between blocks in use")
 
-    def _finds(self, nbytes: int) -> bool:
-        """Whether the allocator has so many bytes in one block behind the wall, free or to be taken."""
+    def _finds(self, request: Request) -> bool:
+        """Whether the allocator has the blocks of a request behind the wall, free or to be taken.
+
+        A block for results may be asked for before one for work, or after it.
+        """
+        blocks = _blocks_of(request)
+        return self._gives(blocks) and (len(blocks) == 1 or self._gives([*blocks[-1:], *blocks[:-1]]))
+
+    def _gives(self, blocks: Sequence[int]) -> bool:
+        held: list[torch.UntypedStorage] = []
         try:
-            torch.UntypedStorage(nbytes, device=self._device)
+            held.extend(torch.UntypedStorage(nbytes, device=self._device) for nbytes in blocks)
         except torch.OutOfMemoryError:
             self._refused += 1  # to us, which is no library that keeps quiet
             return False
@@ -323,3 +339,8 @@ class CudaMemory:
     def _stats(self) -> dict[str, Any]:
         # The nested form is the allocator's own; the flat one takes ten times as long.
         return torch.cuda.memory_stats_as_nested_dict(self._device)
+
+
+def _blocks_of(request: Request) -> list[int]:
+    """Those that take memory, the one for work last."""
+    return [nbytes for nbytes in (*request.results, request.work_bytes) if nbytes]

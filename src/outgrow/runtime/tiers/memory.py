@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,6 +11,23 @@ import torch
 
 class Scattered(torch.OutOfMemoryError):
     """There is as much memory as an op is to get, but between blocks in use; the op has not begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an op will ask the allocator for: a block for each of its results, and `work_bytes` for its work.
+
+    `falls_back`: where the op is refused memory for its work it does something else and tells nobody.
+    """
+
+    results: tuple[int, ...]
+    work_bytes: int
+    falls_back: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return sum(self.results) + self.work_bytes
 
 
 class DeviceMemory(Protocol):
@@ -29,8 +47,14 @@ class DeviceMemory(Protocol):
         """The step is not as the last one was, or memory ran out."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether the allocator refuses nothing in this step that fits the budget, so that no op needs a gate."""
+    def open_bytes(self) -> int:
+        """While the allocator holds less than this, it refuses nothing that fits the budget, and no op needs a gate.
+
+        0 in steps in which it may refuse.
+        """
+
+    def keeps_bounds(self) -> bool:
+        """False where the allocator refuses nothing and has come to hold as much as that: the step is astray."""
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory for a value that comes back, in the order of what the program computes.
@@ -56,8 +80,8 @@ class DeviceMemory(Protocol):
     def count(self, nbytes: int) -> None:
         """An op is about to add `nbytes`: where they may not fit, set the ledger's live bytes to what is in use."""
 
-    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
-        """Inside runs an op that adds `nbytes` and does something else where it is refused some of them, or says so.
+    def gate(self, request: Request) -> AbstractContextManager[None]:
+        """Inside runs an op that asks for so much.
 
         Raises:
             Scattered: something has to leave first, or, where nothing can, the wall to be stretched.

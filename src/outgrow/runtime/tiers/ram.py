@@ -8,8 +8,11 @@ import torch
 
 from outgrow.runtime.tiers.arena import Arena, find_arena, is_wanted
 from outgrow.runtime.tiers.heap import Heap, give_back
+from outgrow.runtime.tiers.memory import Request
 from outgrow.runtime.tiers.reserve import Reserve
 from outgrow.runtime.tiers.resident import ResidentSet
+
+_NO_BOUNDS = (1 << 63) - 1
 
 
 class Ram:
@@ -57,8 +60,12 @@ class Ram:
         """Nothing to do."""
 
     @property
-    def is_open(self) -> bool:
-        """True: what is refused memory on a CPU says so."""
+    def open_bytes(self) -> int:
+        """As many as can be: what is refused memory on a CPU says so."""
+        return _NO_BOUNDS
+
+    def keeps_bounds(self) -> bool:
+        """True: there is no wall to pass."""
         return True
 
     def make_room(self, nbytes: int) -> None:
@@ -87,7 +94,7 @@ class Ram:
     def count(self, nbytes: int) -> None:
         """Nothing to do."""
 
-    def gate(self, nbytes: int, *, is_loud: bool = False) -> AbstractContextManager[None]:
+    def gate(self, request: Request) -> AbstractContextManager[None]:
         """Nothing to do: what is refused memory on a CPU says so."""
         return nullcontext()
 
