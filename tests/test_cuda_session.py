@@ -18,6 +18,8 @@ import outgrow.session
 from cases import training_of
 from fake_streams import FakeStreams
 from outgrow.errors import BudgetTooSmall, HostBudgetTooSmall, SessionError
+from outgrow.kinds import StepKind
+from outgrow.learning import Planner
 from outgrow.planning.policies import Policy
 from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
@@ -405,6 +407,50 @@ def test_what_only_ends_of_pieces_keep_out_has_saved_values_leave(
     assert ours == known.plain
     assert all(summary.measured_peak_bytes <= known.budget for summary in summaries)
     assert (summaries[0].offloaded_bytes > 0) or begins
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For which budgets plans are made since an allocator gave free blocks back."""
+    found: list[int] = []
+    wants_room, leave_room = Planner.wants_room, Planner.leave_room
+
+    def wants(planner: Planner, kind: StepKind, outcome: StepOutcome) -> bool:
+        kind.plan_seconds = 0.0  # steps need not take as long as planning did
+        return wants_room(planner, kind, outcome)
+
+    def leave(planner: Planner, kind: StepKind, budget_bytes: int) -> bool:
+        found.append(budget_bytes)
+        return leave_room(planner, kind, budget_bytes)
+
+    monkeypatch.setattr(Planner, "wants_room", wants)
+    monkeypatch.setattr(Planner, "leave_room", leave)
+    return found
+
+
+@pytest.mark.parametrize(("enough", "times"), [(0.975, 2), (0.5, 4)], ids=["that is enough", "nothing is enough"])
+def test_plans_leave_room_where_the_allocator_gives_free_blocks_back_in_step_after_step(
+    fakes: Callable[..., Fakes], rooms: list[int], enough: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 64th of the budget each time, and a sixteenth at the most."""
+    fakes()
+    make = training_of("gpt-2x64", 64, 2)
+    budget = budget_for(make, 0.7) + 2 * CountedRam.LIBRARY_BYTES
+    gave_back = property(lambda memory: min([budget, *rooms]) > enough * budget)
+    monkeypatch.setattr(CountedRam, "gave_back", gave_back)
+    ours, summaries = train_in_session(make, 36, budget=budget)
+    assert ours == train_plain(make, 36)
+    assert rooms == [budget - k * (budget // 64) for k in range(1, times + 1)]
+    assert summaries[-1].kept_bytes < summaries[3].kept_bytes
+
+
+def test_a_plan_under_which_nothing_leaves_stays_though_the_allocator_gives_free_blocks_back(
+    fakes: Callable[..., Fakes], rooms: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes()
+    monkeypatch.setattr(CountedRam, "gave_back", True)
+    train_in_session(training_of("gpt-2x64", 64, 2), 12, budget="1GiB")
+    assert not rooms
 
 
 def test_what_rounding_takes_is_planned_for_where_it_is_taken(

@@ -58,6 +58,7 @@ class StepKind:
             takes its time all the same, so that the next one waits for a larger change.
         recent: times and stalls of the last steps under this plan, in seconds, `timed_steps` at most: so many are
             asked before times are set right.
+        gave_back: of the last steps under this plan, whether the allocator gave free blocks back to find room.
         fits: the plan was seen to fit: a step that could have parked more than it had no need to.
         largest_held: what the largest step saved that is smaller, went by the plan, and was seen to fit; in bytes.
         is_foreign: the plan's trace is not this session's, whose storages have other numbers.
@@ -83,6 +84,7 @@ class StepKind:
     tolerance: float = SEARCH_TOLERANCE
     recent: list[tuple[float, float]] = field(default_factory=list)
     timed_steps: int = TIMED_STEPS
+    gave_back: list[bool] = field(default_factory=list)
     fits: bool = False
     largest_held: tuple[int, ...] = ()
     is_foreign: bool = False
@@ -146,15 +148,18 @@ class StepKind:
         if not _alike(self.plan.problem.trace, plan.problem.trace):
             self.verdicts = Verdicts()
         self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
-        self.verdicts.cramped.clear()  # another plan has room elsewhere
-        self.plan, self.steady, self.fits, self.is_foreign, self.is_planned = plan, steady, False, False, True
-        self.largest_held = ()
-        self.is_rough = False
+        self.turn_to(plan)
+        self.steady, self.is_foreign, self.is_planned, self.is_rough = steady, False, True, False
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.seconds_since, self.wants_search = 0.0, False
-        self.searched_seconds = plan.simulate().step_seconds
         self.recent.clear()
-        self.timed_steps = TIMED_STEPS
+
+    def turn_to(self, plan: Plan) -> None:
+        """Steps go by another plan from here on."""
+        self.plan, self.fits, self.largest_held, self.timed_steps = plan, False, (), TIMED_STEPS
+        self.searched_seconds = plan.simulate().step_seconds
+        self.verdicts.cramped.clear()  # another plan has room elsewhere
+        self.gave_back.clear()
 
     def departed(self) -> bool:
         """A step of this kind departed from the trace where nothing saved shows it: whether to plan for it anew."""

@@ -37,6 +37,8 @@ _PEAK_TOLERANCE = 0.02
 _MOST_SEARCHES = 4
 # Nor is it before steps took so many times as long as the last search: there may be few left.
 _TRAINING_PER_SEARCH = 5
+# So many steps are looked at: a plan is for too much if an allocator had to give free blocks back in half of them.
+_RESTLESS_STEPS = 8
 # Another plan must be this much faster: its recipes have to be proved, and memory has to settle once more.
 _WORTH_CHANGING = 0.97
 
@@ -107,6 +109,29 @@ class Planner:
             return False
         return self.search_again(kind, budget_bytes)
 
+    def wants_room(self, kind: StepKind, outcome: StepOutcome) -> bool:
+        """Whether its plan comes so near to the budget that the allocator gives free blocks back again and again.
+
+        A device stands still for that, and has to map them anew. Not before steps took as long as planning does.
+        """
+        if outcome.proved or not kind.steady:
+            return False
+        kind.gave_back = [*kind.gave_back, outcome.gave_back][-_RESTLESS_STEPS:]
+        is_restless = 2 * sum(kind.gave_back) >= _RESTLESS_STEPS
+        return is_restless and not kind.plan.keeps_everything and kind.seconds_since >= kind.plan_seconds
+
+    def leave_room(self, kind: StepKind, budget_bytes: int) -> bool:
+        """Take a plan for a budget that is a little smaller, if there is one."""
+        started = time.perf_counter()
+        other = self.plan(kind.plan.problem.with_budget(budget_bytes))
+        kind.plan_seconds, kind.seconds_since = time.perf_counter() - started, 0.0
+        kind.gave_back.clear()
+        if not other.simulate().feasible:
+            return False
+        kind.turn_to(other)
+        _LOG.info("re-planned, as the allocator kept giving memory back: %s", in_a_line(other, kind.plan_seconds))
+        return True
+
     def is_worth_a_search(self, kind: StepKind) -> bool:
         """Whether steps took long enough since the last search for another one."""
         return kind.seconds_since >= _TRAINING_PER_SEARCH * kind.plan_seconds
@@ -153,9 +178,7 @@ class Planner:
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
             kind.tolerance *= 2
             return False
-        kind.plan, kind.fits, kind.largest_held, kind.timed_steps = other, False, (), TIMED_STEPS
-        kind.searched_seconds = then.step_seconds
-        kind.verdicts.cramped.clear()
+        kind.turn_to(other)
         is_said = format_seconds(now.step_seconds)
         _LOG.info("re-planned, as steps take %s by now: %s", is_said, in_a_line(other, kind.plan_seconds))
         return True

@@ -326,6 +326,7 @@ class Executor:
             fits=self._demand.on and not (self._demand.nbytes or self._pool.faults or proved),
             packs=tuple(self._hooks.packs),
             leaving_bytes=current.leaving_at_peak,
+            gave_back=self._memory.gave_back,
             failure=self._parking.failure,
             times=times,
         )

@@ -143,6 +143,11 @@ class CudaMemory:
         self._stretched_to = 0
         self._stand()
 
+    @property
+    def gave_back(self) -> bool:
+        """Whether free blocks were given back in the last step, for which the device has to stand still."""
+        return self._at_end[0] != self._at_begin[0]
+
     def go_astray(self) -> None:
         """Put the wall back."""
         self.is_open = False

@@ -43,6 +43,10 @@ class DeviceMemory(Protocol):
     def end_step(self) -> None:
         """The step is over."""
 
+    @property
+    def gave_back(self) -> bool:
+        """Whether the allocator, in the last step, gave all its free blocks back to the device to find room."""
+
     def go_astray(self) -> None:
         """The step is not as the last one was, or memory ran out."""
 

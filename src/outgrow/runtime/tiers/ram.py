@@ -56,6 +56,11 @@ class Ram:
     def end_step(self) -> None:
         """Nothing to do."""
 
+    @property
+    def gave_back(self) -> bool:
+        """False: pages that go back to the system are no sign of a plan that comes too near to the budget."""
+        return False
+
     def go_astray(self) -> None:
         """Nothing to do."""
 
