@@ -139,7 +139,7 @@ def test_what_says_so_where_it_is_refused_a_guess_gets_no_more_than_may_be_held(
     memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
     memory.begin_step(planned=True, again=False)
     allocator.allocated, allocator.reserved = 6 * GiB, int(8.3 * GiB)
-    with memory.gate(Request((GiB,), 0, falls_back=False)):
+    with memory.gate(Request((3 * GiB // 2,), 0, falls_back=False)):
         assert allocator.share == pytest.approx(0.08 * 1.05)
 
 
