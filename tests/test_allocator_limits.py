@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -78,22 +80,34 @@ def memory_over(model: CachingAllocator, budget: int) -> CudaMemory:
     return CudaMemory(DEVICE, budget, ledger)
 
 
+class Order(Enum):
+    """In which an op takes memory: for its results first, for its work (copies of operands), or in turns."""
+
+    RESULTS_FIRST = auto()
+    WORK_FIRST = auto()
+    IN_TURNS = auto()  # a workspace for each result, which is given back: a convolution's backward pass
+
+
 @dataclass(frozen=True)
 class Op:
-    """What an op makes, and what it takes while it runs; `is_library`: it would do without the latter.
-
-    `works_first`: it takes that before its results, as copies of its operands are.
-    """
+    """What an op makes, and what it takes while it runs; `is_library`: it would do without the latter."""
 
     outputs: tuple[int, ...]
     workspaces: tuple[int, ...]
     is_library: bool
-    works_first: bool = False
+    order: Order = Order.RESULTS_FIRST
 
     @property
     def nbytes(self) -> int:
-        sizes = (*self.outputs, *self.workspaces)
-        return sum(-(-size // 512) * 512 for size in sizes)
+        """How far it lifts what is allocated."""
+        made, work = list(map(_in_blocks, self.outputs)), list(map(_in_blocks, self.workspaces))
+        if self.order is not Order.IN_TURNS:
+            return sum(made) + sum(work)
+        return max(sum(made[: k + 1]) + (work[k] if k < len(work) else 0) for k in range(len(made)))
+
+
+def _in_blocks(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512
 
 
 @dataclass
@@ -108,11 +122,17 @@ class Run:
     kept: list[Block] = field(default_factory=list)
     quiet: int = 0  # workspaces that were refused to libraries
     faults: int = 0
+    was_open: bool = False  # the wall was out of the way of the last step
+
+    @property
+    def largest_bytes(self) -> int:
+        return max(op.nbytes for op in self.ops)
 
     def step(self, *, planned: bool, again: bool) -> int:
         """The most memory that was reserved, in bytes."""
         self.allocator.most_reserved_bytes = self.allocator.reserved_bytes
         self.memory.begin_step(planned=planned, again=again)
+        self.was_open = self.memory.is_open
         for number, op in enumerate(self.ops):
             self._make_room(op.nbytes)
             if self.allocator.allocated_bytes + op.nbytes <= self.budget:
@@ -137,9 +157,7 @@ class Run:
             made: list[Block] = []
             try:
                 with self._around(op, is_new=is_new):
-                    if not op.works_first:
-                        self._make(op, made)
-                    self._work(op, made)
+                    self._perform(op, made)
                 self.kept += made
                 return
             except (OutOfMemory, torch.OutOfMemoryError):  # a page fault
@@ -158,30 +176,40 @@ class Run:
         if op.is_library:
             if not self.memory.keeps_bounds():
                 self.memory.go_astray()
-            request = Request(op.outputs, op.nbytes - sum(op.outputs), falls_back=True)
+            work = op.nbytes - sum(map(_in_blocks, op.outputs))
+            request = Request(op.outputs, work, falls_back=True)
             return self.memory.openly(op.nbytes) if is_new else self.memory.gate(request)
         return self.memory.gate(Request(op.outputs, 0, falls_back=False)) if is_new else nullcontext()
 
-    def _make(self, op: Op, made: list[Block]) -> None:
-        made.extend(map(self.allocator.allocate, op.outputs))  # those that came are there if one does not
+    def _perform(self, op: Op, made: list[Block]) -> None:
+        """Results that came are there if one does not."""
+        if op.order is Order.IN_TURNS:
+            for nbytes, workspace in zip_longest(op.outputs, op.workspaces[: len(op.outputs)]):
+                made.append(self.allocator.allocate(nbytes))
+                with self._working(op, (workspace,) if workspace else ()):
+                    pass
+            return
+        if op.order is Order.RESULTS_FIRST:
+            made.extend(map(self.allocator.allocate, op.outputs))
+        with self._working(op, op.workspaces):
+            if op.order is Order.WORK_FIRST:
+                made.extend(map(self.allocator.allocate, op.outputs))
 
-    def _work(self, op: Op, made: list[Block]) -> None:
+    @contextmanager
+    def _working(self, op: Op, workspaces: Sequence[int]) -> Iterator[None]:
+        """Inside, an op has memory for its work; or goes without, if it can."""
         taken: list[Block] = []
         try:
-            self._take(op, taken)
-            if op.works_first:
-                self._make(op, made)
+            try:
+                taken.extend(map(self.allocator.allocate, workspaces))
+            except OutOfMemory:
+                if not op.is_library:
+                    raise
+                self.quiet += 1
+            yield
         finally:
             for block in taken:
                 self.allocator.free(block)
-
-    def _take(self, op: Op, taken: list[Block]) -> None:
-        try:
-            taken.extend(map(self.allocator.allocate, op.workspaces))
-        except OutOfMemory:
-            if not op.is_library:
-                raise
-            self.quiet += 1
 
 
 def network(dice: random.Random, budget: int, ops: int) -> list[Op]:
@@ -195,19 +223,23 @@ def network(dice: random.Random, budget: int, ops: int) -> list[Op]:
             outputs=tuple(size() for _ in range(dice.choice((1, 1, 1, 2, 3)))),
             workspaces=tuple(size() for _ in range(dice.choice((0, 0, 1, 2)))),
             is_library=dice.random() < 0.5,
-            works_first=dice.random() < 0.5,
+            order=dice.choice(list(Order)),
         )
         for _ in range(ops)
     ]
 
 
 def trained(allocator: CachingAllocator, budget: int, seed: int, steps: int = 7, ops: int = 160) -> tuple[Run, int]:
-    """A run of some steps, and the most that was reserved in any."""
+    """A run of some steps, and the most that was reserved in any; less an op's bytes in those that had no wall."""
     dice = random.Random(seed)
     state = [allocator.allocate(dice.randrange(1, 64) * MiB // 8) for _ in range(24)]
     allocator.most_allocated_bytes = allocator.allocated_bytes
     run = Run(allocator, memory_over(allocator, budget), budget, network(dice, budget, ops), dice)
-    reserved = max(run.step(planned=k > 0, again=k > 2) for k in range(steps))
+    reserved = 0
+    for k in range(steps):
+        most = run.step(planned=k > 0, again=k > 2)
+        # As a step that repeats the last one does not quite, an op may have grown what is held before that is seen.
+        reserved = max(reserved, most - (run.largest_bytes if run.was_open else 0))
     assert state
     return run, reserved
 
@@ -219,12 +251,43 @@ def test_no_library_is_refused_memory_that_the_budget_has(
 ) -> None:
     """Nor does the allocator hold more than 1.05 times the budget, of small budgets 128 MiB more.
 
-    Here steps that are said to be the same again are not quite: a piece more.
+    Here steps that are said to be the same again are not quite: an op more.
     """
     run, reserved = trained(allocator, budget, seed)
     assert run.quiet == 0
     assert allocator.most_allocated_bytes <= budget
     assert reserved <= max(1.05 * budget, budget + 128 * MiB) + PIECE_BYTES
+
+
+def large_convolutions(dice: random.Random, budget: int) -> list[Op]:
+    """Ops of up to a tenth of the budget and more; those that make two results work on each in turn."""
+
+    def size(most: float) -> int:
+        return int(10 ** dice.uniform(6.3, most) * 3) * budget // (4 * GiB) + 1
+
+    def one() -> Op:
+        kind = dice.random()
+        if kind < 0.35:
+            return Op((size(8.15), size(7)), (size(8.15), size(8.15)), is_library=True, order=Order.IN_TURNS)
+        return Op((size(8.15),), (size(8.15),) if kind < 0.6 else (), is_library=kind < 0.6)
+
+    return [one() for _ in range(106)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("budget", [4 * GiB, 12 * GiB], ids=lambda nbytes: f"{nbytes // GiB} GiB")
+def test_large_convolutions_find_their_blocks_in_the_order_in_which_they_ask(
+    allocator: CachingAllocator, budget: int, seed: int
+) -> None:
+    dice = random.Random(seed)
+    state = [allocator.allocate(dice.randrange(1, 64) * MiB // 8) for _ in range(24)]
+    ops = large_convolutions(dice, budget)
+    run = Run(allocator, memory_over(allocator, budget), budget, ops, dice)
+    reserved = max([run.step(planned=k > 0, again=False) for k in range(6)][1:])
+    assert state
+    assert run.quiet == 0
+    assert allocator.most_allocated_bytes <= budget
+    assert reserved <= 1.05 * budget
 
 
 def residual(batch: int, blocks: int) -> list[Op]:

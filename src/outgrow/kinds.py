@@ -58,7 +58,8 @@ class StepKind:
             takes its time all the same, so that the next one waits for a larger change.
         recent: times and stalls of the last steps under this plan, in seconds, `timed_steps` at most: so many are
             asked before times are set right.
-        gave_back: of the last steps under this plan, whether the allocator gave free blocks back to find room.
+        gave_back: of the last steps under this plan, whether the allocator gave free blocks back to find room; so
+            often, `rooms`, a plan was asked for that leaves it some, and `room_bytes` is what it leaves.
         fits: the plan was seen to fit: a step that could have parked more than it had no need to.
         largest_held: what the largest step saved that is smaller, went by the plan, and was seen to fit; in bytes.
         is_foreign: the plan's trace is not this session's, whose storages have other numbers.
@@ -85,6 +86,8 @@ class StepKind:
     recent: list[tuple[float, float]] = field(default_factory=list)
     timed_steps: int = TIMED_STEPS
     gave_back: list[bool] = field(default_factory=list)
+    rooms: int = 0
+    room_bytes: int = 0
     fits: bool = False
     largest_held: tuple[int, ...] = ()
     is_foreign: bool = False
@@ -152,13 +155,13 @@ class StepKind:
         self.steady, self.is_foreign, self.is_planned, self.is_rough = steady, False, True, False
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.seconds_since, self.wants_search = 0.0, False
-        self.recent.clear()
 
     def turn_to(self, plan: Plan) -> None:
         """Steps go by another plan from here on."""
         self.plan, self.fits, self.largest_held, self.timed_steps = plan, False, (), TIMED_STEPS
         self.searched_seconds = plan.simulate().step_seconds
         self.verdicts.cramped.clear()  # another plan has room elsewhere
+        self.recent.clear()
         self.gave_back.clear()
 
     def departed(self) -> bool:

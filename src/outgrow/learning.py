@@ -39,6 +39,9 @@ _MOST_SEARCHES = 4
 _TRAINING_PER_SEARCH = 5
 # So many steps are looked at: a plan is for too much if an allocator had to give free blocks back in half of them.
 _RESTLESS_STEPS = 8
+# Then plans leave this share of the budget, and so many times as much at the most; they take no longer than this.
+_ROOM_SHARE, _MOST_ROOMS = 64, 4
+_MOST_FOR_ROOM = 1.03
 # Another plan must be this much faster: its recipes have to be proved, and memory has to settle once more.
 _WORTH_CHANGING = 0.97
 
@@ -112,23 +115,30 @@ class Planner:
     def wants_room(self, kind: StepKind, outcome: StepOutcome) -> bool:
         """Whether its plan comes so near to the budget that the allocator gives free blocks back again and again.
 
-        A device stands still for that, and has to map them anew. Not before steps took as long as planning does.
+        A device stands still for that, and has to map them anew. Not before steps took as long as planning does, nor
+        where the user's own plan is followed.
         """
         if outcome.proved or not kind.steady:
             return False
         kind.gave_back = [*kind.gave_back, outcome.gave_back][-_RESTLESS_STEPS:]
         is_restless = 2 * sum(kind.gave_back) >= _RESTLESS_STEPS
-        return is_restless and not kind.plan.keeps_everything and kind.seconds_since >= kind.plan_seconds
+        may_leave = kind.rooms < _MOST_ROOMS and not (kind.is_foreign or kind.plan.keeps_everything)
+        return is_restless and may_leave and kind.seconds_since >= kind.plan_seconds
 
     def leave_room(self, kind: StepKind, budget_bytes: int) -> bool:
-        """Take a plan for a budget that is a little smaller, if there is one."""
-        started = time.perf_counter()
-        other = self.plan(kind.plan.problem.with_budget(budget_bytes))
-        kind.plan_seconds, kind.seconds_since = time.perf_counter() - started, 0.0
+        """Take a plan for a budget that is a little smaller each time, if there is one that is hardly slower."""
+        now, started = kind.plan, time.perf_counter()
+        kind.rooms += 1
         kind.gave_back.clear()
-        if not other.simulate().feasible:
+        room = kind.rooms * (budget_bytes // _ROOM_SHARE)
+        other = self.plan(now.problem.with_budget(budget_bytes - room))
+        kind.plan_seconds, kind.seconds_since = time.perf_counter() - started, 0.0
+        then = other.simulate()
+        is_slow = then.step_seconds > now.simulate().step_seconds * _MOST_FOR_ROOM
+        if is_slow or not then.feasible or (other.offloads, other.recomputes) == (now.offloads, now.recomputes):
             return False
         kind.turn_to(other)
+        kind.room_bytes = room
         _LOG.info("re-planned, as the allocator kept giving memory back: %s", in_a_line(other, kind.plan_seconds))
         return True
 
@@ -172,7 +182,7 @@ class Planner:
             return False  # the machine is as fast as it was then once more
         kind.searches += 1
         kind.searched_seconds = now.step_seconds
-        other = self.plan(kind.plan.problem.with_budget(budget_bytes))
+        other = self.plan(kind.plan.problem.with_budget(budget_bytes - kind.room_bytes))
         then = other.simulate()
         kind.plan_seconds, kind.seconds_since = time.perf_counter() - started, 0.0
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:

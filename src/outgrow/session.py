@@ -62,8 +62,6 @@ _LEAST_BASE_BYTES = 4096
 # What an allocator that is counted may have given out more than in the step before, as a share of the budget: blocks
 # are rounded up, and which ones were free is not the same twice.
 _JITTER_SHARE = 64
-# Where the allocator gives free blocks back in step after step, plans leave this share of the budget, this at most.
-_ROOM_SHARE, _MOST_ROOM_SHARE = 64, 16
 # Summaries that are remembered: of a long training the last ones are what is looked at.
 _MOST_SUMMARIES = 1000
 
@@ -449,7 +447,7 @@ class Session:
                 hardware = self._measured_hardware()
                 changed = self._planner.compare(kind, outcome, hardware, self._planned_budget)
                 if not changed and self._planner.wants_room(kind, outcome):
-                    changed = self._leave_room(kind)
+                    changed = self._planner.leave_room(kind, self._planned_budget)
                 self._replans += changed
         self._summarise(kind, plan, outcome)
 
@@ -490,7 +488,8 @@ class Session:
         is_for_many = bool(like) and self._kinds.are_ragged  # it may never come again, and smaller ones will
         # The step in which gradients are laid out anew runs ops that no other step does.
         steady = steady and self._wrappers.layouts() == self._layouts
-        problem = Problem(trace, self._measured_hardware(), self._planned_budget, base, self._least_moved)
+        planned_budget = self._planned_budget - (0 if known is None else known.room_bytes)
+        problem = Problem(trace, self._measured_hardware(), planned_budget, base, self._least_moved)
         comes_again = known is not None or self._kinds.come_again
         is_planned = comes_again or is_for_many or not self._planner.searches
         with self._interrupts.let_in():
@@ -528,14 +527,6 @@ class Session:
             _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
         self._kinds.learnt(known)
         return known
-
-    def _leave_room(self, kind: StepKind) -> bool:
-        """Plan for a little less than so far, as long as that is little, so that the allocator has some to spare."""
-        less = self._planned_budget - self.budget_bytes // _ROOM_SHARE
-        if less < self.budget_bytes - self.budget_bytes // _MOST_ROOM_SHARE:
-            return False
-        self._planned_budget = less
-        return self._planner.leave_room(kind, less)
 
     def _refine(self, kind: StepKind, seconds: float) -> None:
         """A step of `seconds` went by the plan of a larger one, which may never come again: plan better for those."""

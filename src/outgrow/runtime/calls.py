@@ -67,6 +67,7 @@ class Calls:
         """
         call: _RunOp = _run_here if need.measured else self._measured_call
         if self._memory.is_counted:
+            self._pool.mind_bounds()
             call = self._bounded(call, facts, need)
         func = self._convolutions.instead_of(func, facts)
         # What it drew before memory ran out it must draw again.
@@ -135,7 +136,6 @@ class Calls:
         self, request: Request, call: _RunOp, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int | None]:
         """Call an op that gets what it asks for, although the budget is near."""
-        self._pool.mind_bounds()
         with self._memory.gate(request):
             return call(func, args, kwargs)
 

@@ -138,13 +138,6 @@ c10::CachingDeviceAllocator::DeviceStats stats_of(int64_t device) {
 // Bytes that PyTorch's allocator has given out on a GPU.
 int64_t allocated_bytes(int64_t device) { return stats_of(device).allocated_bytes[kAll].current; }
 
-// And that it holds for that.
-int64_t reserved_bytes(int64_t device) { return stats_of(device).reserved_bytes[kAll].current; }
-
-int64_t live_bytes(const State& now) {
-  return now.device < 0 ? *now.booked + now.count->bytes : allocated_bytes(now.device);
-}
-
 // Whether a tensor is a window on ordinary memory of a device; if it is, its look is added.
 bool add_look(uint64_t& hash, const at::Tensor& tensor, bool loose) {
   if (!tensor.defined()) {
@@ -493,9 +486,19 @@ bool all_known(const State& now, const torch::jit::Stack& stack, size_t count) {
 }
 
 bool fits(State& now, const Expected& next) {
-  const int64_t risen = live_bytes(now) + next.rise;
-  if (risen > now.budget) return false;
-  if ((next.flags & kGated) && now.open <= (now.device < 0 ? 0 : reserved_bytes(now.device))) return false;
+  int64_t live = 0;
+  if (now.device < 0) {
+    live = *now.booked + now.count->bytes;
+  } else {
+    const auto stats = stats_of(now.device);
+    live = stats.allocated_bytes[kAll].current;
+    if (now.open && stats.reserved_bytes[kAll].current >= now.open) {  // Python puts the wall back
+      now.open = 0;
+      return false;
+    }
+  }
+  const int64_t risen = live + next.rise;
+  if (risen > now.budget || ((next.flags & kGated) && !now.open)) return false;
   if (now.device >= 0) {  // its own allocator keeps it under the wall, and the host's heap has no bounds
     now.peak = std::max(now.peak, risen);
     return true;
@@ -592,9 +595,9 @@ void outgrow_fastpath_see_nodes(int is_on) {
   }
 }
 
-// Bytes that PyTorch's allocator has given out on a GPU, and that it holds for that.
+// Bytes that PyTorch's allocator has given out on a GPU, and that it holds.
 int64_t outgrow_fastpath_allocated(int device) { return allocated_bytes(device); }
-int64_t outgrow_fastpath_reserved(int device) { return reserved_bytes(device); }
+int64_t outgrow_fastpath_reserved(int device) { return stats_of(device).reserved_bytes[kAll].current; }
 
 // Somebody has to know of each write to this storage from now on, or nobody has to any more.
 void outgrow_fastpath_followed(const void* storage, int is_followed) { note(followed, storage, is_followed); }

@@ -25,6 +25,8 @@ _SMALL_PIECES_BYTES = 4 * (2 << 20)
 _PIECES_BYTES = 5 * _PIECE_BYTES
 # What all such ends come to when free blocks have been given back: tried in turn, 256 MiB were never too little.
 _ENDS_BYTES = (64 << 20, 128 << 20, 256 << 20)
+# So often the allocator is asked for the blocks of an op.
+_MOST_QUESTIONS = 3
 # Small budgets consist of few pieces: so far the wall may always give way; and from here on it matters little whether
 # it stands a few pieces nearer.
 _LEAST_SLACK_BYTES = 128 << 20
@@ -67,6 +69,7 @@ class CudaMemory:
 
     Attributes:
         is_open: the wall is out of the way in this step.
+        gave_back: free blocks were given back in the last step, for which the device stands still.
 
     Blocks in use stay under the budget, since room is made for each op before it runs. The allocator is forbidden to
     hold much more than that, free blocks included: it gives those back before it refuses. Where blocks of many sizes
@@ -95,6 +98,8 @@ class CudaMemory:
         self._is_calm = False
         # How often free blocks were given back, and reserved bytes, when the last step began and was over.
         self._at_begin = self._at_end = self._state()
+        self.gave_back = self._has_given = False  # in the last step, and in this one for what had come too far
+        self._wayward: set[Request] = set()  # what took more than was found for it
         self._raised: list[int] = []  # where the wall stands at the least, for what runs now
         self._stretched_to = 0  # and for this step
         self._stand()
@@ -138,15 +143,11 @@ class CudaMemory:
         reserved = self._at_end[1]
         self._is_calm = self._at_end == self._at_begin and reserved <= self._most_reserved
         if reserved > self._most_reserved:  # else the next step would go on from there
-            torch.cuda.empty_cache()
+            self._give_back()
+        self.gave_back, self._has_given = self._has_given or self._at_end[0] != self._at_begin[0], False
         self.is_open = False
         self._stretched_to = 0
         self._stand()
-
-    @property
-    def gave_back(self) -> bool:
-        """Whether free blocks were given back in the last step, for which the device has to stand still."""
-        return self._at_end[0] != self._at_begin[0]
 
     def go_astray(self) -> None:
         """Put the wall back."""
@@ -191,14 +192,14 @@ class CudaMemory:
         result would not be plain PyTorch's to the bit. Near the wall, the allocator is asked for as much before: it
         gives free blocks back for that if it has to, and has the memory then. Where ends of pieces keep it out all
         the same, the wall gives way: how much they come to, nobody can tell beforehand. It does so for the op too,
-        which may ask in an order of its own: of what has been found, that takes little more, and seldom any.
+        which may ask in an order of its own.
         """
         allocated, reserved = self._now()
         if reserved + request.nbytes + _PIECES_BYTES <= self._stands_at:
             yield
             return
         found = False
-        if request.nbytes + len(_blocks_of(request)) * ROUNDING_BYTES <= self._budget - allocated:
+        if request.nbytes + (1 + len(request.results)) * ROUNDING_BYTES <= self._budget - allocated:
             found = self._finds(request)
             further = iter(_ENDS_BYTES)
             while not found and (ends := next(further, 0)):
@@ -206,9 +207,13 @@ class CudaMemory:
                     found = self._finds(request)
             if not found:
                 self._refuse(request.nbytes)
-        wall = self._now()[1] + request.nbytes + _PIECES_BYTES
+        reserved = self._now()[1]
+        wall = reserved + request.nbytes + _PIECES_BYTES
         with self._moved_to(min(wall, self._most_reserved) if found and not request.falls_back else wall):
             yield
+        if found and self._now()[1] > max(reserved, self._most_reserved):
+            self._wayward.add(request)
+            self._give_back()
 
     @contextmanager
     def gate_for_many(self, nbytes: int) -> Iterator[None]:
@@ -243,6 +248,11 @@ class CudaMemory:
             self._raised.remove(wall_bytes)
             self._stand()
 
+    def _give_back(self) -> None:
+        """Give free blocks back, as there is more than may be held."""
+        self._has_given = True
+        torch.cuda.empty_cache()
+
     def _as_far_as(self, wall_bytes: int) -> int:
         """How far the wall gives way for ends of pieces: in the first place so far that a piece more is in bounds."""
         return wall_bytes if self._stretched_to else min(wall_bytes, self._bound - _PIECE_BYTES)
@@ -259,19 +269,38 @@ class CudaMemory:
     def _finds(self, request: Request) -> bool:
         """Whether the allocator has the blocks of a request behind the wall, free or to be taken.
 
-        A block for results may be asked for before one for work, or after it.
+        It is asked as ATen's convolutions ask: for a result, for work on that, which is given back, and for the next
+        result. Whoever asks next finds what was found if nothing had to be taken or given back for that; else other
+        blocks may be free, and it is asked again. In one block of all bytes any order finds them.
         """
-        blocks = _blocks_of(request)
-        return self._gives(blocks) and (len(blocks) == 1 or self._gives([*blocks[-1:], *blocks[:-1]]))
+        for _ in range(0 if request in self._wayward else _MOST_QUESTIONS):
+            before = self._state()
+            if not self._gives(request.results, request.work_bytes):
+                return False
+            if self._state() == before:
+                return True
+        return self._gives((), request.nbytes)
 
-    def _gives(self, blocks: Sequence[int]) -> bool:
+    def _gives(self, results: Sequence[int], work_bytes: int) -> bool:
+        """Whether it gives blocks for results, and one for work after the first of them and after the last.
+
+        The most work was measured beside the last one, so that beside the first it may be more by all the others.
+        """
         held: list[torch.UntypedStorage] = []
         try:
-            held.extend(torch.UntypedStorage(nbytes, device=self._device) for nbytes in blocks)
+            for number, nbytes in enumerate(results):
+                held.append(self._block(nbytes))
+                if number == 0 and len(results) > 1:
+                    self._block(sum(results[1:]) + work_bytes)
+            if work_bytes:
+                self._block(work_bytes)
         except torch.OutOfMemoryError:
             self._refused += 1  # to us, which is no library that keeps quiet
             return False
         return True
+
+    def _block(self, nbytes: int) -> torch.UntypedStorage:
+        return torch.UntypedStorage(nbytes, device=self._device)
 
     @contextmanager
     def strictly(self) -> Iterator[None]:
@@ -344,8 +373,3 @@ class CudaMemory:
     def _stats(self) -> dict[str, Any]:
         # The nested form is the allocator's own; the flat one takes ten times as long.
         return torch.cuda.memory_stats_as_nested_dict(self._device)
-
-
-def _blocks_of(request: Request) -> list[int]:
-    """Those that take memory, the one for work last."""
-    return [nbytes for nbytes in (*request.results, request.work_bytes) if nbytes]
