@@ -26,7 +26,7 @@ from typing import Any
 from environment import environment, write
 
 STEPS, SETTLING = 20, 8
-RAGGED_STEPS, RAGGED_SETTLING = 60, 20
+RAGGED_STEPS, RAGGED_SETTLING = 160, 60
 _BATCH, _WORDS = 4, 2000
 # glibc keeps what is freed, for all set-ups alike.
 _KEEPS_HEAP = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "9000000000"}

@@ -206,18 +206,39 @@ def test_batches_that_grow_are_planned_for_as_they_come(outcomes: list[StepOutco
     assert sum(outcome.followed for outcome in outcomes) >= 4  # more than half of those that do not fit as they are
 
 
-def test_ops_of_smaller_steps_run_past_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[int] = []
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many ops of each step ran past Python."""
+    found: list[int] = []
     end = FastPath.end
 
     def noted(self: FastPath, *, followed: bool) -> None:
-        passed.append(self.passed)
+        found.append(self.passed)
         end(self, followed=followed)
 
-    budget = budget_for(sequences([64]), 0.8)
     monkeypatch.setattr(FastPath, "end", noted)
+    return found
+
+
+def test_ops_of_smaller_steps_run_past_python(passed: list[int]) -> None:
+    budget = budget_for(sequences([64]), 0.8)
+    passed.clear()
     assert_equal_and_inside(sequences(ragged(40, 64, 22)), 22, budget)
     assert sum(count > 150 for count in passed[-8:]) >= 6
+
+
+@pytest.mark.parametrize("make", [sequences, images])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_steps_of_some_sizes_in_no_order_come_to_run_past_python(
+    make: Callable[[Sequence[int]], Make], seed: int, passed: list[int]
+) -> None:
+    """Though each is thought to be of another size when it begins: each plan learns whether it fits, and its ops."""
+    dice = Random(seed)
+    sizes = [64, *(dice.choice((46, 50, 55, 59, 64)) for _ in range(69))]
+    budget = budget_for(make([64]), 0.7)
+    passed.clear()
+    assert_equal_and_inside(make(sizes), len(sizes), budget)
+    assert sum(count > 0.9 * max(passed) for count in passed[-30:]) >= 22
 
 
 def test_a_size_that_comes_often_gets_a_plan_of_its_own(outcomes: list[StepOutcome]) -> None:
@@ -229,6 +250,16 @@ def test_a_size_that_comes_often_gets_a_plan_of_its_own(outcomes: list[StepOutco
     assert_equal_and_inside(sequences(sizes), 38, budget)
     often = outcomes[28:38:2]
     assert sum(outcome.followed and outcome.fit is Fit.EXACT for outcome in often) >= 3
+
+
+def test_a_size_that_no_plan_holds_gets_one_though_it_comes_late_and_seldom(outcomes: list[StepOutcome]) -> None:
+    """And though many are known by then."""
+    dice = Random(1)
+    sizes = [64 if k > 40 and k % 13 == 0 else dice.choice((30, 34, 38, 42, 46, 50)) for k in range(118)]
+    budget = budget_for(sequences([64]), 0.7)
+    outcomes.clear()
+    assert_equal_and_inside(sequences(sizes), len(sizes), budget)
+    assert all(outcomes[k].followed for k in (91, 104, 117))
 
 
 def test_a_batch_larger_than_the_budget_holds_is_refused_with_what_it_takes() -> None:
@@ -321,6 +352,23 @@ def test_where_no_plan_is_good_steps_are_recorded_but_ever_more_seldom(traces: d
         recorded.append(kinds.should_record)
     assert 3 <= sum(recorded) <= 6
     assert sum(recorded[20:]) <= 1
+
+
+def test_where_there_are_many_sizes_one_more_that_goes_well_is_not_recorded(traces: dict[int, Trace]) -> None:
+    """However often it comes; where there are two, it is."""
+    recorded = []
+    for known in (2, 5):
+        kinds = kinds_of([traced(sequences([32 - k])) for k in range(known)], are_ragged=True)
+        for kind in list(kinds._all):
+            kind.met = 2  # no strangers any more
+        between = traced(sequences([29 + known // 5]))
+        for _ in range(8):
+            kinds.turn_to(kinds.find(traces[24].packs[:1]), Fit.SMALLER)
+            kinds.count()
+            kinds.resembled(between.packs, Fit.SMALLER)
+            kinds.seen(kinds.expected, kinds.expected, between.packs)
+        recorded.append(kinds.should_record)
+    assert recorded == [True, False]
 
 
 # --- what is known of ops ---

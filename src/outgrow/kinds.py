@@ -31,6 +31,8 @@ _GUESS_STEPS = 2
 # Where so many kinds in a row came once only, a new one is planned for when it comes again, if it is not like another
 # but for its sizes.
 _STRANGERS = 3
+# So many kinds that were like others but for their sizes are a sign of many more.
+_MANY_SIZES = 4
 # A step that saves less than this share of what its plan was made for moves more than it would have to.
 _MUCH_SMALLER = 0.75
 # After so many steps in a row that began like smaller ones of a kind, and were not, no step is taken for one.
@@ -243,6 +245,11 @@ class Kinds:
         are_strangers = not self.come_again or self._strangers.are_many
         return are_strangers and any(kind.is_resized for kind in self._all[:_STRANGERS])
 
+    @property
+    def _have_many_sizes(self) -> bool:
+        """Whether steps are of so many sizes that one which nobody knows is no reason to look out for it."""
+        return self.are_ragged or sum(kind.is_resized for kind in self._all) >= _MANY_SIZES
+
     def find(self, packs: Sequence[int], *, is_late: bool = False) -> StepKind | None:
         """A kind whose steps begin by saving this: another than is expected, the most frequent.
 
@@ -297,14 +304,15 @@ class Kinds:
     def resembled(self, packs: tuple[int, ...], fit: Fit) -> None:
         """A step went by the plan of the expected kind, but for its sizes, which nobody knows.
 
-        The next few are recorded where those may come again.
+        The next few are recorded where those may come again; of many sizes only such as that plan is no good for.
         """
         kind = self.expected
         assert kind is not None
         self._misled = 0
-        if not self.are_ragged or self._strangers.come_often(packs):
+        is_good = fit is Fit.SMALLER and sum(packs) >= kind.least_saved_bytes
+        if not self._have_many_sizes or (self._strangers.come_often(packs) and not is_good):
             self._strangers.came(self.steps)
-        elif fit is Fit.OTHER or sum(packs) < kind.least_saved_bytes:
+        elif not is_good:
             self._strangers.had_no_good_plan()
 
     @property

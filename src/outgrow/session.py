@@ -403,7 +403,8 @@ class Session:
         plan = begun if outcome.followed else None
         self._kinds.count()
         self._wary = self._wary or outcome.unseen
-        if expected is not None and plan is not None and recorder is None and not self._kinds.has_turned:
+        went_by_it = outcome.fit is Fit.EXACT and not outcome.turned_late
+        if expected is not None and plan is not None and recorder is None and went_by_it:
             # What was proved will be dropped from now on, and wants room when it is made anew.
             fits = outcome.fits or (expected.fits and not outcome.proved)
             expected.fits = fits and not plan.problem.trace.varies  # the next one may be larger

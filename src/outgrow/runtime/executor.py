@@ -213,6 +213,7 @@ class Executor:
         # too.
         on_demand = watch and self._can_park and not (recorder is None and plan is not None and fits)
         current.recording = None
+        self._turned_late = False
         if recorder is not None:
             current.recording = Recording(recorder, self._ledger, self._clock, self._lost_seconds)
         current.epoch += 1
@@ -327,6 +328,7 @@ class Executor:
             packs=tuple(self._hooks.packs),
             leaving_bytes=current.leaving_at_peak,
             gave_back=self._memory.gave_back,
+            turned_late=self._turned_late,
             failure=self._parking.failure,
             times=times,
         )
@@ -475,6 +477,7 @@ class Executor:
         if watched and not self._join_modes(parks=parks):
             return False
         self._others.turn_to(other, fit)
+        self._turned_late = ticks.tick > 1
         plan, kinds, where = other.plan, self._current.kinds, self._follower.where()
         _LOG.debug("the step departs from its trace %s, and goes by the plan of another kind of step", where)
         self._staying.stop()
@@ -608,17 +611,20 @@ def _is_within(packs: Sequence[int], limits: Sequence[int]) -> bool:
 
 
 def _begins_at(plan: Plan, tick: int) -> bool:
-    """Whether nothing that a plan does, moves or makes anew comes before a tick."""
+    """Whether nothing that a plan does, moves or makes anew comes before a tick.
+
+    What it copies out is known from when it is saved, and all else from when it is made.
+    """
     problem = plan.problem
-    op = problem.trace.ticks[tick].op
-    moved = [item.value for items in (plan.offloads, plan.recomputes, plan.parks) for item in items]
+    op, known = problem.trace.ticks[tick].op, problem.candidates_by_value
     recipes = (problem.recipes.find(item.value) for item in plan.recomputes)
     first = chain(
-        (problem.trace.values[value].birth for value in moved),
+        (problem.trace.values[item.value].birth for items in (plan.recomputes, plan.parks) for item in items),
         chain.from_iterable(recipe.ops for recipe in recipes if recipe is not None),
         plan.reuses,
     )
-    return min(actions_of(plan), default=tick) >= tick and not any(0 <= number < op for number in first)
+    saves = all(item.value in known and known[item.value].first_pack >= tick for item in plan.offloads)
+    return saves and min(actions_of(plan), default=tick) >= tick and not any(0 <= number < op for number in first)
 
 
 def _lends(plan: Plan) -> bool:

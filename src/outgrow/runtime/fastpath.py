@@ -138,7 +138,7 @@ class FastPath:
         self._lesson: _Lesson | None = None
         self._count: ArenaCount | AllocatorCount | None = None
         self._let_go_of: Any = None
-        self.learns = self._is_paused = self._is_on = False
+        self.learns = self._has_plan = self._is_paused = self._is_on = False
         arena = None if ram is None else ram.arena
         self._library = None if arena is None and gpu is None else _library()
         if self._library is None:
@@ -185,6 +185,7 @@ class FastPath:
         `modes` is 0 where nobody watches. Who else has a mode sees all ops. While the allocator holds less than
         `open_bytes`, it refuses nothing that fits the budget. Where nothing `may_pass`, the step may be a lesson.
         """
+        self._has_plan = plan is not None
         self._enter(plan, modes, Fit.EXACT, open_bytes=open_bytes, may_pass=may_pass)
         self._see_nodes()
 
@@ -244,30 +245,30 @@ class FastPath:
         """The step ends, having gone by its plan or not."""
         if self._library is not None:
             self._library.outgrow_fastpath_see_nodes(False)
-        self._leave(followed=followed)
-
-    def _leave(self, *, followed: bool) -> None:
-        if self._is_on:
-            assert self._library is not None
-            self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
-            self._is_on = False
         if self._lesson is not None and self.learns and not self.is_loose:
             if followed:
                 self._lesson.end()
             else:
                 self._lessons[Fit.EXACT].forget(self._lesson)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._is_on:
+            assert self._library is not None
+            self._library.outgrow_fastpath_leave(ctypes.byref(self._state))
+            self._is_on = False
         self._lesson = None
         self.learns = False
 
     def turn_to(self, plan: Plan, fit: Fit, *, may_pass: bool) -> None:
         """The step goes by another plan from here on, or is smaller than its plan's. Where nothing may pass any more,
-        nothing does.
+        nothing does. A lesson of the plan that it began with begins anew with the next such step.
         """
-        if self._lesson is None:
+        if not self._has_plan:
             return
         state = self._state
         number, modes, peak, passed = self.number, int(state.modes), state.peak, state.passed
-        self._leave(followed=False)
+        self._leave()
         self._enter(plan, modes, fit, open_bytes=0, may_pass=may_pass)
         self.was_measured()  # where this is a lesson, it does not tell of what came before
         self.number, state.peak, state.passed = number, peak, passed

@@ -199,7 +199,8 @@ class CudaMemory:
             yield
             return
         found = False
-        if request.nbytes + (1 + len(request.results)) * ROUNDING_BYTES <= self._budget - allocated:
+        blocks = len(request.results) + (request.work_bytes > 0)
+        if request.nbytes + blocks * ROUNDING_BYTES <= self._budget - allocated:
             found = self._finds(request)
             further = iter(_ENDS_BYTES)
             while not found and (ends := next(further, 0)):
