@@ -227,8 +227,7 @@ def test_ops_of_smaller_steps_run_past_python(passed: list[int]) -> None:
     assert sum(count > 150 for count in passed[-8:]) >= 6
 
 
-@pytest.mark.parametrize("make", [sequences, images])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("make", "seed"), [(sequences, 1), (images, 2)])
 def test_steps_of_some_sizes_in_no_order_come_to_run_past_python(
     make: Callable[[Sequence[int]], Make], seed: int, passed: list[int]
 ) -> None:
