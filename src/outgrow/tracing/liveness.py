@@ -52,13 +52,10 @@ def plain_profile(trace: Trace) -> PlainProfile:
 def with_lasting_state(trace: Trace) -> Trace:
     """The trace of the step after one that made optimizer state: what it made to last is there from the start."""
     end = len(trace.ops)
-    last_death: dict[int, int] = {}
-    for value in trace.values:
-        last_death[value.storage] = max(last_death.get(value.storage, -1), value.death)
+    # Of a storage that was written to since, what is in it last tells what it is for.
+    lasting = {value.storage for value in trace.values if value.kind is Kind.OPTIMIZER and value.death == end}
     values = tuple(
-        replace(value, birth=-1)
-        if value.kind is Kind.OPTIMIZER and value.version == 0 and last_death[value.storage] == end
-        else value
+        replace(value, birth=-1, kind=Kind.OPTIMIZER) if value.storage in lasting and value.version == 0 else value
         for value in trace.values
     )
     return replace(trace, values=values)
