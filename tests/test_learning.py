@@ -440,3 +440,24 @@ def test_a_number_that_an_op_of_somebodys_own_gives_says_nothing_of_what_it_take
             signature, _ = needs.before(func, facts_of(func), (x,), {})
             needs.measured(signature, 0)
             assert needs.before(func, facts_of(func), (x,), {})[1].measured == is_known
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
+def test_the_plan_of_the_first_step_knows_that_optimizer_state_is_there_from_the_second_on(optimizer: str) -> None:
+    """Whether it was written to in the step that made it, or not."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    options = {"momentum": 0.9} if optimizer == "SGD" else {}
+    updates = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01, **options)
+    problems = []
+    with outgrow.Session(model, updates, budget="1GiB") as session:
+        for _ in range(2):
+            with session.step():
+                model(torch.ones(32, 64)).sum().backward()
+                updates.step()
+                updates.zero_grad()
+            assert session.plan is not None
+            problems.append(session.plan.problem)
+    first, second = problems
+    assert first.base_bytes == second.base_bytes == 0
+    assert first.trace.resident_bytes(-1) == second.trace.resident_bytes(-1)

@@ -340,7 +340,8 @@ def test_a_larger_step_goes_by_a_smaller_plan_only_where_batches_are_ragged(trac
     assert kinds_of(small, are_ragged=False).find(traces[32].packs[:1]) is None
 
 
-def test_where_no_plan_is_good_steps_are_recorded_but_ever_more_seldom(traces: dict[int, Trace]) -> None:
+def recorded_of_small_ones(traces: dict[int, Trace], *, lost: float, fit: Fit = Fit.SMALLER) -> list[bool]:
+    """Of 40 steps much smaller than all plans, of which each loses so much of a recording: which are recorded."""
     kinds = kinds_of([traces[32], traced(sequences([31])), traced(sequences([30]))], are_ragged=True)
     assert kinds.are_ragged
     recorded = []
@@ -348,11 +349,25 @@ def test_where_no_plan_is_good_steps_are_recorded_but_ever_more_seldom(traces: d
         kinds.turn_to(kinds.find(traces[16].packs[:1]), Fit.SMALLER)
         packs = tuple(nbytes - length % 4 for nbytes in traces[16].packs)
         kinds.count()
-        kinds.resembled((*packs[:-1], length), Fit.SMALLER)
+        kinds.resembled((*packs[:-1], length), fit, lost)
         kinds.seen(kinds.expected, kinds.expected, (*packs[:-1], length))
         recorded.append(kinds.should_record)
-    assert 3 <= sum(recorded) <= 6
-    assert sum(recorded[20:]) <= 1
+    return recorded
+
+
+def test_where_no_plan_is_good_steps_are_recorded_but_ever_more_seldom(traces: dict[int, Trace]) -> None:
+    for recorded in (
+        recorded_of_small_ones(traces, lost=1),
+        recorded_of_small_ones(traces, lost=0, fit=Fit.OTHER),  # they go through Python
+    ):
+        assert 3 <= sum(recorded) <= 6
+        assert sum(recorded[20:]) <= 1
+
+
+def test_no_step_is_recorded_before_steps_have_lost_what_that_takes(traces: dict[int, Trace]) -> None:
+    assert not any(recorded_of_small_ones(traces, lost=0))
+    recorded = recorded_of_small_ones(traces, lost=0.125)
+    assert [step for step, is_recorded in enumerate(recorded) if is_recorded] == [7, 23]
 
 
 def test_where_there_are_many_sizes_one_more_that_goes_well_is_not_recorded(traces: dict[int, Trace]) -> None:
@@ -366,7 +381,7 @@ def test_where_there_are_many_sizes_one_more_that_goes_well_is_not_recorded(trac
         for _ in range(8):
             kinds.turn_to(kinds.find(traces[24].packs[:1]), Fit.SMALLER)
             kinds.count()
-            kinds.resembled(between.packs, Fit.SMALLER)
+            kinds.resembled(between.packs, Fit.SMALLER, lost=1)
             kinds.seen(kinds.expected, kinds.expected, between.packs)
         recorded.append(kinds.should_record)
     assert recorded == [True, False]

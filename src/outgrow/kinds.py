@@ -301,10 +301,11 @@ class Kinds:
         )
         return min(others, key=lambda kind: kind.saved_bytes, default=None)
 
-    def resembled(self, packs: tuple[int, ...], fit: Fit) -> None:
+    def resembled(self, packs: tuple[int, ...], fit: Fit, lost: float) -> None:
         """A step went by the plan of the expected kind, but for its sizes, which nobody knows.
 
         The next few are recorded where those may come again; of many sizes only such as that plan is no good for.
+        What was `lost` at most by moving values is a share of what recording a step takes.
         """
         kind = self.expected
         assert kind is not None
@@ -312,8 +313,10 @@ class Kinds:
         is_good = fit is Fit.SMALLER and sum(packs) >= kind.least_saved_bytes
         if not self._have_many_sizes or (self._strangers.come_often(packs) and not is_good):
             self._strangers.came(self.steps)
-        elif not is_good:
+        elif fit is not Fit.SMALLER:
             self._strangers.had_no_good_plan()
+        elif not is_good:
+            self._strangers.had_no_good_plan(lost)
 
     @property
     def any_parks(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import time
 import weakref
@@ -210,6 +211,7 @@ class Session:
         self._planned_budget = self.budget_bytes  # less where the allocator refused what the budget allows
         self._wary = False  # in a step that was not watched memory ran out, or the plan did not hold
         self._peak = 0
+        self._recording_seconds = math.inf  # what the last recorded step took, with planning for it
         self._closed = False
         Session._open.add(self)
 
@@ -413,15 +415,18 @@ class Session:
             if outcome.fits and outcome.fit is Fit.SMALLER and sum(outcome.packs) > sum(expected.largest_held):
                 expected.largest_held = outcome.packs
             self._wary = self._wary or (outcome.knows_peak and outcome.peak_bytes > self.budget_bytes)
-            self._kinds.resembled(outcome.packs, outcome.fit)
+            lost = self._lost_to_moves(outcome, expected.plan) / self._recording_seconds
+            self._kinds.resembled(outcome.packs, outcome.fit, lost)
             self._refine(expected, outcome.seconds)
             plan = None  # what it predicts is not for such sizes
         is_known_well = outcome.followed and expected is not None and expected.steady
         came = expected if outcome.followed else None
         if recorder is not None and not is_known_well:
+            start = time.perf_counter()
             kinds = storage_kinds(self._ledger, self._models, self._optimizers)
             with self._where_memory_allows():
                 came = self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
+            self._recording_seconds = outcome.seconds + time.perf_counter() - start
         elif not outcome.followed:
             came = self._kinds.departed(outcome.packs)
         self._kinds.seen(came, expected, outcome.packs)
@@ -536,6 +541,13 @@ class Session:
             kind.is_rough = False
             with self._where_memory_allows(), self._interrupts.let_in():
                 self._replans += self._planner.search_again(kind, self._planned_budget)
+
+    def _lost_to_moves(self, outcome: StepOutcome, plan: Plan) -> float:
+        """What a step may have taken longer under a plan than if all that it saved had stayed, in seconds."""
+        hardware, away = self._measured_hardware(), [item.value for item in plan.offloads]
+        handling = sum(2 * hardware.handling_seconds + plan.problem.handling_seconds(value) for value in away)
+        moved = 2 * (outcome.planned_bytes + outcome.evicted_bytes) * hardware.copy_cost_seconds_per_byte
+        return outcome.stall_seconds + outcome.recompute_seconds + handling + moved
 
     def _is_fuller_than(self, plan: Plan | None) -> bool:
         """Whether more is there as a step begins than its plan reckons with."""

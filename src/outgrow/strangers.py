@@ -24,7 +24,8 @@ class Strangers:
         self._at = self._gap = 0  # the last step that was one, and how long it was after the one before
         self._latest: deque[bool] = deque(maxlen=_LATEST_STEPS)
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED_STEPS)  # hashes of what steps saved
-        self._misfits, self._patience = 0, 1  # steps without a good plan, and how many of them have one recorded
+        # What steps without a good plan lost so far, in recorded steps, and how much of that has one recorded.
+        self._lost, self._patience = 0.0, 1
 
     def may_come(self, step: int) -> bool:
         """Whether a step should be recorded: a stranger came lately, or may come again as late as the last one."""
@@ -35,19 +36,19 @@ class Strangers:
         self.record_next()
         self._gap, self._at = step - self._at, step
 
-    def had_no_good_plan(self) -> None:
-        """A step was one among many: the next is recorded in the hope that it is as large.
+    def had_no_good_plan(self, lost: float = 1.0) -> None:
+        """A step was one among many: one is recorded in the hope that it is as large, ever more seldom if none is.
 
-        But ever more seldom, if none is.
+        And not before such steps `lost` as much as recording one takes, of which this is a share.
         """
-        self._misfits += 1
-        if self._misfits >= self._patience:
-            self._misfits, self._patience = 0, 2 * self._patience
+        self._lost += lost
+        if self._lost >= self._patience:
+            self._lost, self._patience = 0.0, 2 * self._patience
             self.record_next(1)
 
     def was_met(self) -> None:
         """One was recorded, and is none any more."""
-        self._misfits, self._patience = 0, 1
+        self._lost, self._patience = 0.0, 1
 
     def record_next(self, steps: int = _RECORDINGS) -> None:
         """So many of the next steps are recorded at least."""
