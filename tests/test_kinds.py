@@ -19,7 +19,7 @@ from outgrow.kinds import StepKind
 from outgrow.learning import Planner
 from outgrow.planning.plan import Plan
 from outgrow.planning.problem import Problem
-from outgrow.runtime.executor import Executor
+from outgrow.runtime.course import Course
 from outgrow.turns import Turns
 from steps import (
     Make,
@@ -133,13 +133,13 @@ def planned(summaries: Sequence[outgrow.Summary]) -> list[bool]:
 def turned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each step that was not what it was thought to be went by another plan."""
     found: list[bool] = []
-    turns = Executor._turns
+    turns = Course._turns
 
-    def noted(self: Executor, *given: Any) -> bool:
+    def noted(self: Course, *given: Any) -> bool:
         found.append(turns(self, *given))
         return found[-1]
 
-    monkeypatch.setattr(Executor, "_turns", noted)
+    monkeypatch.setattr(Course, "_turns", noted)
     return found
 
 

@@ -18,7 +18,7 @@ from outgrow.planning.policies import auto, find
 from outgrow.runtime.care import OpNeeds
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.tiers.ram import Ram
-from outgrow.tracing.ir import Phase
+from outgrow.tracing.ir import Fit, Phase
 from outgrow.tracing.ops import facts_of
 from steps import rise_of
 from test_auto import GPU, NO_LINK, trace_of
@@ -461,3 +461,35 @@ def test_the_plan_of_the_first_step_knows_that_optimizer_state_is_there_from_the
     first, second = problems
     assert first.base_bytes == second.base_bytes == 0
     assert first.trace.resident_bytes(-1) == second.trace.resident_bytes(-1)
+
+
+def of_smaller_steps(kind: StepKind, share: float, steps: int, budget: int) -> list[bool]:
+    """Steps that save a share of what the plan's own does, 0.4 times as long as predicted for it: which replanned."""
+    prediction = kind.plan.simulate()
+    whole = 0.4 * (prediction.step_seconds - prediction.stall_seconds)
+    outcome = replace(QUIET, seconds=share * whole, packs=(int(share * kind.saved_bytes),), fit=Fit.SMALLER)
+    return [Planner(find("auto")).refine(kind, outcome, GPU, budget) for _ in range(steps)]
+
+
+@pytest.mark.parametrize(("share", "pace"), [(0.95, 0.4), (0.8, 0.4), (0.5, 1)])
+def test_smaller_steps_tell_how_long_a_plan_takes_if_they_are_nearly_as_large(
+    trace: outgrow.Trace, share: float, pace: float
+) -> None:
+    """What was recorded cold is half as long warm, and nobody meets that size again."""
+    kind, budget = kind_of(trace)
+    before = sum(op.seconds for op in kind.plan.problem.trace.ops)
+    of_smaller_steps(kind, share, 4, budget)
+    after = sum(op.seconds for op in kind.plan.problem.trace.ops)
+    assert after == pytest.approx(pace * before, rel=0.02)
+
+
+def test_a_plan_that_was_made_at_once_is_searched_for_when_its_steps_took_long_enough(trace: outgrow.Trace) -> None:
+    kind, budget = kind_of(trace)
+    kind.is_rough, kind.plan_seconds = True, 1.0
+    searches = []
+    for since in (0.0, 4.0, 5.0, 5.0):
+        kind.seconds_since = since
+        of_smaller_steps(kind, 0.9, 1, budget)
+        searches.append(kind.searches)
+    assert searches == [0, 0, 1, 1]
+    assert not kind.is_rough

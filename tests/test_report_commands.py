@@ -366,7 +366,7 @@ def test_a_step_that_departs_from_its_trace_is_logged_with_the_place(caplog: pyt
     said = [line for line in messages(caplog) if "fallback" in line]
     assert len(said) == 1
     assert re.search(
-        r"outgrow.runtime.executor: fallback: the step departs from its trace at tick 0 of \d+, op \d+:", said[0]
+        r"outgrow.runtime.course: fallback: the step departs from its trace at tick 0 of \d+, op \d+:", said[0]
     )
 
 

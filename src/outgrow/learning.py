@@ -30,6 +30,8 @@ _LOG = logging.getLogger(__name__)
 _MOST_TIMED_STEPS = 24
 _TIME_TOLERANCE = 0.05
 _LARGE_CHANGE = 0.25
+# Smaller steps tell of their plan's times from this share of what it was made for.
+_NEARLY_AS_LARGE = 0.75
 # A step that peaks this much higher than predicted is recorded anew.
 _PEAK_TOLERANCE = 0.02
 # So often at most a plan is searched for with other times: a machine whose speed wavers would be planned for without
@@ -110,6 +112,23 @@ class Planner:
             kind.wants_search = True
         if not (kind.wants_search and self.is_worth_a_search(kind)):
             return False
+        return self.search_again(kind, budget_bytes)
+
+    def refine(self, kind: StepKind, outcome: StepOutcome, hardware: Hardware, budget_bytes: int) -> bool:
+        """A smaller step went by a kind's plan: plan better for those. Whether the plan is now another one.
+
+        The kind itself may never come again, and was recorded when all was cold: of steps that are nearly as large it
+        is known what it would take, as much longer as it saves more.
+        """
+        kind.seconds_since += outcome.seconds
+        share = sum(outcome.packs) / max(1, kind.saved_bytes)
+        if _NEARLY_AS_LARGE <= share <= 1 and not outcome.proved:
+            whole = replace(outcome, seconds=outcome.seconds / share, stall_seconds=outcome.stall_seconds / share)
+            kind.wants_search = self._sets_right(kind, whole, hardware) or kind.wants_search
+        wants = kind.is_rough or kind.wants_search
+        if not (wants and self.searches and self.is_worth_a_search(kind)):
+            return False
+        kind.is_rough = False
         return self.search_again(kind, budget_bytes)
 
     def wants_room(self, kind: StepKind, outcome: StepOutcome) -> bool:
@@ -198,6 +217,14 @@ def _ready(plan: Plan) -> Plan:
     """A plan with places for what leaves, and for a device that runs beside the host with what frees its memory."""
     laid_out = plan.laid_out()
     return laid_out if plan.problem.on_cpu else with_releases(laid_out)
+
+
+def lost_to_moves(outcome: StepOutcome, plan: Plan, hardware: Hardware) -> float:
+    """What a step may have taken longer under a plan than if all that it saved had stayed, in seconds."""
+    away = [item.value for item in plan.offloads]
+    handling = sum(2 * hardware.handling_seconds + plan.problem.handling_seconds(value) for value in away)
+    moved = 2 * (outcome.planned_bytes + outcome.evicted_bytes) * hardware.copy_cost_seconds_per_byte
+    return outcome.stall_seconds + outcome.recompute_seconds + handling + moved
 
 
 def in_a_line(plan: Plan, plan_seconds: float | None = None) -> str:

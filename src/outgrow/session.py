@@ -22,7 +22,7 @@ from outgrow.cost.hardware import Hardware
 from outgrow.cost.measure import this_gpu, this_machine
 from outgrow.errors import BudgetTooSmall, OutgrowError, SessionError
 from outgrow.kinds import Kinds, StepKind
-from outgrow.learning import Planner, in_a_line
+from outgrow.learning import Planner, in_a_line, lost_to_moves
 from outgrow.opening import (
     device_of,
     host_bytes_of,
@@ -415,9 +415,8 @@ class Session:
             if outcome.fits and outcome.fit is Fit.SMALLER and sum(outcome.packs) > sum(expected.largest_held):
                 expected.largest_held = outcome.packs
             self._wary = self._wary or (outcome.knows_peak and outcome.peak_bytes > self.budget_bytes)
-            lost = self._lost_to_moves(outcome, expected.plan) / self._recording_seconds
+            lost = lost_to_moves(outcome, expected.plan, self._measured_hardware()) / self._recording_seconds
             self._kinds.resembled(outcome.packs, outcome.fit, lost)
-            self._refine(expected, outcome.seconds)
             plan = None  # what it predicts is not for such sizes
         is_known_well = outcome.followed and expected is not None and expected.steady
         came = expected if outcome.followed else None
@@ -455,6 +454,10 @@ class Session:
                 if not changed and self._planner.wants_room(kind, outcome):
                     changed = self._planner.leave_room(kind, self._planned_budget)
                 self._replans += changed
+        elif adapt and kind is not None and outcome.followed and outcome.fit is not Fit.EXACT:
+            with self._where_memory_allows(), self._interrupts.let_in():
+                hardware = self._measured_hardware()
+                self._replans += self._planner.refine(kind, outcome, hardware, self._planned_budget)
         self._summarise(kind, plan, outcome)
 
     # --- learning ---
@@ -533,21 +536,6 @@ class Session:
             _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
         self._kinds.learnt(known)
         return known
-
-    def _refine(self, kind: StepKind, seconds: float) -> None:
-        """A step of `seconds` went by the plan of a larger one, which may never come again: plan better for those."""
-        kind.seconds_since += seconds
-        if kind.is_rough and self._planner.searches and self._planner.is_worth_a_search(kind):
-            kind.is_rough = False
-            with self._where_memory_allows(), self._interrupts.let_in():
-                self._replans += self._planner.search_again(kind, self._planned_budget)
-
-    def _lost_to_moves(self, outcome: StepOutcome, plan: Plan) -> float:
-        """What a step may have taken longer under a plan than if all that it saved had stayed, in seconds."""
-        hardware, away = self._measured_hardware(), [item.value for item in plan.offloads]
-        handling = sum(2 * hardware.handling_seconds + plan.problem.handling_seconds(value) for value in away)
-        moved = 2 * (outcome.planned_bytes + outcome.evicted_bytes) * hardware.copy_cost_seconds_per_byte
-        return outcome.stall_seconds + outcome.recompute_seconds + handling + moved
 
     def _is_fuller_than(self, plan: Plan | None) -> bool:
         """Whether more is there as a step begins than its plan reckons with."""

@@ -12,22 +12,19 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain
-from operator import le
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from outgrow.planning.agenda import actions_of
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.calls import Calls
-from outgrow.runtime.care import Precedent
 from outgrow.runtime.clock import DeviceClock
 from outgrow.runtime.compiled import CompiledCode
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.copies.copy import Copies
+from outgrow.runtime.course import Course, Others
 from outgrow.runtime.current import CurrentStep
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
@@ -53,39 +50,6 @@ from outgrow.tracing.ops import OpTable, tensors_in
 from outgrow.tracing.recorder import Recorder
 
 _LOG = logging.getLogger(__name__)
-
-
-class Known(Protocol):
-    """A kind of step that is known: its plan, and what is known of that (see `Executor.begin`)."""
-
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def verdicts(self) -> Verdicts: ...
-    @property
-    def is_foreign(self) -> bool: ...
-    @property
-    def held(self) -> Sequence[int] | None: ...
-
-
-_Known = TypeVar("_Known", bound=Known)
-
-
-class Others(Protocol[_Known]):
-    """The kinds of step that are known."""
-
-    def find(self, packs: Sequence[int], *, is_late: bool = False) -> _Known | None:
-        """One whose steps begin by saving tensors of so many bytes, or like it but for sizes that nobody knows.
-
-        Where it `is_late`, the step goes on by the plan that it goes by, or by none.
-        """
-
-    def turn_to(self, kind: _Known, fit: Fit, /) -> None:
-        """The step is of that kind, or like it but for sizes."""
-
-    @property
-    def any_parks(self) -> bool:
-        """Whether any of their plans parks."""
 
 
 class Executor:
@@ -181,9 +145,24 @@ class Executor:
             hooks.staying.ticks, pool, self._parking, self._recomputer, self._reuser, self._demand
         )
         self.kept: object = None
+        self._course = Course(
+            current,
+            ledger,
+            memory,
+            fast,
+            self._table,
+            hooks,
+            self._follower,
+            self._runner,
+            self._recomputer,
+            self._reuser,
+            self._parking,
+            self._demand,
+            self._compiled,
+            others,
+        )
         self._stack: ExitStack | None = None
         self._last: Plan | None = None  # of the last step, if all went as it says
-        self._supposed_bytes = 0  # of a batch that nobody saw
         self._reset(None)
 
     # --- the step ---
@@ -211,9 +190,8 @@ class Executor:
         # A recorded step runs the plain ops, whatever its plan counts on, and is recorded as nobody knows yet what it
         # needs; nor does anybody where there is no plan, or one that was not seen to fit. So every op is seen, views
         # too.
-        on_demand = watch and self._can_park and not (recorder is None and plan is not None and fits)
+        on_demand = watch and self._course.can_park and not (recorder is None and plan is not None and fits)
         current.recording = None
-        self._turned_late = False
         if recorder is not None:
             current.recording = Recording(recorder, self._ledger, self._clock, self._lost_seconds)
         current.epoch += 1
@@ -222,7 +200,7 @@ class Executor:
         decides = recorder is not None or plan is None or plan.evicts
         self._room.begin(keeps_margin=decides, counts_always=recorder is not None)
         current.is_watched, self._is_counted_by_blocks = watch, not watch
-        self._modes, self._function_modes = _len_torch_dispatch_stack(), _len_torch_function_stack()
+        modes, function_modes = _len_torch_dispatch_stack(), _len_torch_function_stack()
         self._pool.reset_counters()
         self._ledger.on_death = recorder.died if recorder is not None else None
         last, self._last = self._last, None
@@ -245,21 +223,22 @@ class Executor:
                 stack.enter_context(self._compiled.around(mode, current.recording))
             else:  # nobody makes room, but what is made counts
                 stack.enter_context(self._fast.paused())
-            self._saw_functions = self._parking.on or (watch and self._can_park and self._others.any_parks)
-            current.sees_functions = self._saw_functions
-            if self._saw_functions:
+            parks = self._parking.on or (watch and self._course.can_park and self._others.any_parks)
+            current.sees_functions = parks
+            if parks:
                 stack.enter_context(Access(self._parking, recorder))
             cares_for_all = not watch or recorder is not None or self._ledger.hidden_bytes > 0
             may_pass = not on_demand
             self._fast.begin(
                 None if cares_for_all else plan,
-                self._modes + 1 if watch else 0,
+                modes + 1 if watch else 0,
                 may_pass=may_pass,
                 open_bytes=self._memory.open_bytes,
             )
             if plan is not None and recorder is None and not (on_demand or self._compiled):
                 self._staying.begin(plan, kinds, watched=watch)
             self._stack = stack.pop_all()
+        self._course.open(self._stack, modes, function_modes, saw_functions=parks)
         self._started = time.perf_counter()
         if current.recording is not None:
             current.recording.leave()
@@ -323,29 +302,23 @@ class Executor:
             followed=self._follower.done,
             fit=self._follower.fit,
             proved=proved,
-            unseen=self._unseen,
+            unseen=self._course.unseen,
             fits=self._demand.on and not (self._demand.nbytes or self._pool.faults or proved),
             packs=tuple(self._hooks.packs),
             leaving_bytes=current.leaving_at_peak,
             gave_back=self._memory.gave_back,
-            turned_late=self._turned_late,
+            turned_late=self._course.turned_late,
             failure=self._parking.failure,
             times=times,
         )
         self._reset(None)
         return outcome
 
-    @property
-    def _can_park(self) -> bool:
-        """Whether values may be parked that no plan parks: compiled code reads and writes what nobody sees."""
-        return not (self._hooks.changes_threads or self._compiled)
-
     def _close_stack(self) -> None:
         """Take hooks and mode off."""
         assert self._stack is not None
         self._fast.end(followed=self._follower.done and not self._pool.faults)
-        self._ledger.suppose(-self._supposed_bytes)
-        self._supposed_bytes = 0
+        self._course.end()
         self._stack.close()
         self._stack = None
         try:
@@ -366,8 +339,8 @@ class Executor:
         current = self._current
         current.forget()
         self._hooks.forget()
-        self._is_counted_by_blocks = self._unseen = False
-        self._limits: Sequence[int] | None = None  # what the plan was seen to hold, of a step of other sizes
+        self._is_counted_by_blocks = False
+        self._course.begin()
         self._follower.begin(plan)
         self._runner.goes_by(None)
         verdicts = verdicts or Verdicts()
@@ -399,19 +372,7 @@ class Executor:
 
     def _tick(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> None:
         """One tick: what the plan puts there is started, and a step that is not the plan's leaves it."""
-        if not self._follower.on:
-            # It departed in a backward pass, where nobody can join.
-            if self._unseen and not self._current.is_watched and event is Event.PACK:
-                self._join()
-            return
-        if self._follower.advance(event, handle, entry) or self._turns(event, handle, entry):
-            self._current.look()
-            limits = self._limits
-            if limits is not None and event is Event.PACK and handle.nbytes > limits[handle.number]:
-                self._needs_more()
-                self._fast.stop()
-        else:
-            self._depart()
+        self._course.advance(event, handle, entry)
 
     def _unpacked(self) -> None:
         """A saved value was handed out."""
@@ -445,188 +406,3 @@ class Executor:
     def _lost_seconds(self) -> float:
         """Time that this step would not have taken in plain PyTorch."""
         return self._pool.stall_seconds + self._recomputer.seconds + self._parking.remake_seconds
-
-    # --- leaving the plan ---
-
-    def _turns(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
-        """Whether the step, which is not the one of the trace, begins like one of another kind: it goes by that plan.
-
-        What was saved so far stays where it is, unless the cache sends it away.
-        """
-        ticks, hooks = self._staying.ticks, self._hooks
-        if self._current.recording is not None or self._compiled:
-            return False  # what is recorded tells more without
-        # Where something was unpacked, much was missed of any other plan.
-        other = self._others.find(hooks.packs, is_late=ticks.tick != ticks.number)
-        fit = None if other is None else other.plan.problem.trace.fit_of(hooks.packs)
-        if other is None or fit is None or (fit is Fit.OTHER and not self._current.is_watched):
-            return False
-        if other.plan is self._follower.plan:
-            return self._goes_on(other, fit, event, handle, entry)
-        if _lends(other.plan) and not self._saw_functions:
-            return False
-        if self._parking.has_planned_places:  # where the other plan may put its own
-            return False
-        watched = self._current.is_watched
-        if not watched and other.plan.needs_watch:  # ops are numbered where they are watched
-            return False
-        limits = _limits_of(other, fit)
-        holds = limits is not None and _is_within(hooks.packs, limits) and _begins_at(other.plan, ticks.tick - 1)
-        on_demand = watched and self._can_park and not holds
-        parks = on_demand or self._parking.is_for(other.plan)
-        if watched and not self._join_modes(parks=parks):
-            return False
-        self._others.turn_to(other, fit)
-        self._turned_late = ticks.tick > 1
-        plan, kinds, where = other.plan, self._current.kinds, self._follower.where()
-        _LOG.debug("the step departs from its trace %s, and goes by the plan of another kind of step", where)
-        self._staying.stop()
-        self._recomputer.begin(plan, kinds, other.verdicts)
-        self._reuser.begin(plan, kinds)
-        self._parking.turn_to(plan, other.verdicts, is_foreign=other.is_foreign)
-        self._memory.go_astray()
-        self._limits = None
-        if on_demand:
-            self._park_on_demand()
-        else:
-            self._relax(plan)
-            self._limits = limits
-            self._staying.begin(plan, kinds, watched=watched, fit=fit, limits=limits)
-        self._fast.turn_to(plan, fit, may_pass=not self._demand.on)
-        self._follower.begin(plan, ticks.tick - 1)
-        self._takes_sizes(fit)
-        return self._follower.advance(event, handle, entry)
-
-    def _goes_on(self, kind: Known, fit: Fit, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
-        """Whether the step, which saves what its plan's step saves but in other sizes, goes on by that plan."""
-        if self._follower.fit is fit:
-            return False
-        _LOG.debug("the step goes by a plan that was made for other sizes, from %s on", self._follower.where())
-        self._others.turn_to(kind, fit)
-        self._memory.go_astray()
-        watched = self._current.is_watched
-        self._staying.stop()
-        limits = _limits_of(kind, fit)
-        holds = limits is not None and _is_within(self._hooks.packs, limits)
-        if watched and self._can_park and not holds:
-            self._needs_more()
-        else:
-            self._relax(kind.plan)
-            self._limits = limits
-            self._staying.begin(kind.plan, self._current.kinds, watched=watched, fit=fit, limits=limits)
-        self._fast.turn_to(kind.plan, fit, may_pass=not self._demand.on)
-        self._staying.ticks.tick -= 1
-        self._takes_sizes(fit)
-        return self._follower.advance(event, handle, entry)
-
-    def _relax(self, plan: Plan) -> None:
-        """The plan holds the step: what nobody knew of it need not leave on demand, if it did not yet."""
-        if self._demand.on and not (self._demand.nbytes or self._parking.busy):
-            self._parking.end_on_demand(plan)
-            self._demand.begin({}, on=False)
-
-    def _needs_more(self) -> None:
-        """The step may need more than its plan provides for: park on demand from here on, if that can be."""
-        self._limits = None
-        if self._current.is_watched and self._can_park and not self._demand.on and self._join_modes(parks=True):
-            self._staying.stop()
-            self._park_on_demand()
-
-    def _takes_sizes(self, fit: Fit) -> None:
-        """From here on the step may save other sizes than its plan's, as they `fit`."""
-        self._follower.fit = fit
-        if fit is not Fit.EXACT:
-            self._parking.loosen()
-            plan = self._follower.plan
-            assert plan is not None
-            self._runner.goes_by(Precedent(plan.problem.trace))
-
-    def _depart(self) -> None:
-        """The step is not the one of the trace: leave the plan and let the cache decide from here on."""
-        where = self._follower.where()
-        _LOG.info("fallback: the step departs from its trace %s; the cache decides from here on", where)
-        self._follower.begin(None)
-        self._limits = None
-        self._runner.goes_by(None)
-        self._reuser.begin(None, {})
-        self._memory.go_astray()
-        self._fast.stop()
-        self._staying.stop()
-        if not self._current.is_watched:
-            self._suppose_inputs()
-        self._join()
-        self._parking.depart()
-
-    def _suppose_inputs(self) -> None:
-        """The step will be watched: what nothing saves of a batch was read before, as much as in steps like this."""
-        packs = self._hooks.packs
-        kind = self._others.find(packs)
-        if kind is not None and kind.plan.problem.trace.fit_of(packs) is Fit.EXACT and not self._supposed_bytes:
-            self._supposed_bytes = kind.plan.problem.trace.unsaved_input_bytes
-            self._ledger.suppose(self._supposed_bytes)
-
-    def _join(self) -> None:
-        """From here on see every op, if that can be, and park on demand: nobody knows what the step will need."""
-        if self._join_modes(parks=self._can_park):
-            self._park_on_demand()
-        self._unseen = self._unseen or not self._current.is_watched
-
-    def _park_on_demand(self) -> None:
-        """In the middle of the step: training state only if nobody can have got at its memory unseen before."""
-        if self._can_park and not self._demand.on:
-            self._parking.begin_on_demand()
-            self._demand.begin(self._current.kinds if self._saw_functions else {}, on=True)
-
-    def _join_modes(self, *, parks: bool) -> bool:
-        """Watch ops from here on, and what Python code does to tensors if anything may be parked. Whether that is so.
-
-        Modes can join a step that began without them, but only where contexts end in the order in which they began:
-        not inside the backward pass, whose thread state is put back, and not inside modes of the user's.
-        """
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self._stack is None or in_backward or self._hooks.is_beside_compiler:
-            return False
-        if not self._current.is_watched:
-            if _len_torch_dispatch_stack() != self._modes:
-                return False
-            self._current.is_watched = True
-            self._stack.enter_context(mode := Watch(self._runner, self._table))
-            self._stack.enter_context(self._compiled.around(mode, None))
-            self._fast.join(self._modes + 1)
-        if parks and not self._current.sees_functions:
-            if _len_torch_function_stack() != self._function_modes:
-                return False
-            self._current.sees_functions = True
-            self._stack.enter_context(Access(self._parking))
-        return True
-
-
-def _limits_of(kind: Known, fit: Fit) -> Sequence[int] | None:
-    """Bytes of the tensors that a kind's plan was seen to hold, if a step that compares so may be held by it."""
-    return kind.held if fit is not Fit.OTHER else None
-
-
-def _is_within(packs: Sequence[int], limits: Sequence[int]) -> bool:
-    return len(packs) <= len(limits) and all(map(le, packs, limits))
-
-
-def _begins_at(plan: Plan, tick: int) -> bool:
-    """Whether nothing that a plan does, moves or makes anew comes before a tick.
-
-    What it copies out is known from when it is saved, and all else from when it is made.
-    """
-    problem = plan.problem
-    op, known = problem.trace.ticks[tick].op, problem.candidates_by_value
-    recipes = (problem.recipes.find(item.value) for item in plan.recomputes)
-    first = chain(
-        (problem.trace.values[item.value].birth for items in (plan.recomputes, plan.parks) for item in items),
-        chain.from_iterable(recipe.ops for recipe in recipes if recipe is not None),
-        plan.reuses,
-    )
-    saves = all(item.value in known and known[item.value].first_pack >= tick for item in plan.offloads)
-    return saves and min(actions_of(plan), default=tick) >= tick and not any(0 <= number < op for number in first)
-
-
-def _lends(plan: Plan) -> bool:
-    """Whether training state leaves by a plan."""
-    return any(plan.problem.is_state(item.value) for item in plan.parks)
