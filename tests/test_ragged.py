@@ -349,8 +349,11 @@ def recorded_of_small_ones(traces: dict[int, Trace], *, lost: float, fit: Fit = 
         kinds.turn_to(kinds.find(traces[16].packs[:1]), Fit.SMALLER)
         packs = tuple(nbytes - length % 4 for nbytes in traces[16].packs)
         kinds.count()
-        kinds.resembled((*packs[:-1], length), fit, lost)
-        kinds.seen(kinds.expected, kinds.expected, (*packs[:-1], length))
+        kinds.resembled((*packs[:-1], length), fit)
+        kind = kinds.expected
+        kinds.seen(kind, kind, (*packs[:-1], length))
+        if fit is Fit.SMALLER:
+            kinds.fared(kind, (*packs[:-1], length), lost)
         recorded.append(kinds.should_record)
     return recorded
 
@@ -381,8 +384,10 @@ def test_where_there_are_many_sizes_one_more_that_goes_well_is_not_recorded(trac
         for _ in range(8):
             kinds.turn_to(kinds.find(traces[24].packs[:1]), Fit.SMALLER)
             kinds.count()
-            kinds.resembled(between.packs, Fit.SMALLER, lost=1)
-            kinds.seen(kinds.expected, kinds.expected, between.packs)
+            kinds.resembled(between.packs, Fit.SMALLER)
+            kind = kinds.expected
+            kinds.seen(kind, kind, between.packs)
+            kinds.fared(kind, between.packs, lost=1)
         recorded.append(kinds.should_record)
     assert recorded == [True, False]
 

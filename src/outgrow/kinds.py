@@ -132,6 +132,10 @@ class StepKind:
         """A step that saves less than this is better off with another plan."""
         return 0 if self.plan.keeps_everything else int(_MUCH_SMALLER * self.saved_bytes)
 
+    def is_good_for(self, packs: Sequence[int]) -> bool:
+        """Whether a smaller step, which saves tensors of so many bytes, is no better off with another plan."""
+        return sum(packs) >= self.least_saved_bytes
+
     def is_like(self, trace: Trace) -> bool:
         """Whether the step of a trace is of this kind: two may save the same, and differ in their backward passes."""
         return self.is_of(trace.packs) and _order(trace) == _order(self.plan.problem.trace)
@@ -301,21 +305,27 @@ class Kinds:
         )
         return min(others, key=lambda kind: kind.saved_bytes, default=None)
 
-    def resembled(self, packs: tuple[int, ...], fit: Fit, lost: float) -> None:
+    def resembled(self, packs: tuple[int, ...], fit: Fit) -> None:
         """A step went by the plan of the expected kind, but for its sizes, which nobody knows.
 
-        The next few are recorded where those may come again; of many sizes only such as that plan is no good for.
-        What was `lost` at most by moving values is a share of what recording a step takes.
+        The next few are recorded where those may come again; of many sizes only such as no plan is there for.
         """
         kind = self.expected
         assert kind is not None
         self._misled = 0
-        is_good = fit is Fit.SMALLER and sum(packs) >= kind.least_saved_bytes
+        is_good = fit is Fit.SMALLER and kind.is_good_for(packs)
         if not self._have_many_sizes or (self._strangers.come_often(packs) and not is_good):
             self._strangers.came(self.steps)
         elif fit is not Fit.SMALLER:
             self._strangers.had_no_good_plan()
-        elif not is_good:
+
+    def fared(self, kind: StepKind, packs: tuple[int, ...], lost: float) -> None:
+        """A smaller step has gone by the plan of a kind, and moved what might have stayed.
+
+        What it `lost` by that is a share of what recording a step takes: of many sizes one is recorded, in the hope
+        that it is as large, once such steps have lost as much.
+        """
+        if self._have_many_sizes and not kind.is_good_for(packs):
             self._strangers.had_no_good_plan(lost)
 
     @property

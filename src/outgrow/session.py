@@ -415,8 +415,7 @@ class Session:
             if outcome.fits and outcome.fit is Fit.SMALLER and sum(outcome.packs) > sum(expected.largest_held):
                 expected.largest_held = outcome.packs
             self._wary = self._wary or (outcome.knows_peak and outcome.peak_bytes > self.budget_bytes)
-            lost = lost_to_moves(outcome, expected.plan, self._measured_hardware()) / self._recording_seconds
-            self._kinds.resembled(outcome.packs, outcome.fit, lost)
+            self._kinds.resembled(outcome.packs, outcome.fit)
             plan = None  # what it predicts is not for such sizes
         is_known_well = outcome.followed and expected is not None and expected.steady
         came = expected if outcome.followed else None
@@ -454,11 +453,19 @@ class Session:
                 if not changed and self._planner.wants_room(kind, outcome):
                     changed = self._planner.leave_room(kind, self._planned_budget)
                 self._replans += changed
-        elif adapt and kind is not None and outcome.followed and outcome.fit is not Fit.EXACT:
-            with self._where_memory_allows(), self._interrupts.let_in():
-                hardware = self._measured_hardware()
-                self._replans += self._planner.refine(kind, outcome, hardware, self._planned_budget)
+        elif kind is not None and outcome.followed and outcome.fit is not Fit.EXACT:
+            self._judge_other_size(kind, outcome, adapt=adapt)
         self._summarise(kind, plan, outcome)
+
+    def _judge_other_size(self, kind: StepKind, outcome: StepOutcome, *, adapt: bool) -> None:
+        """The last step went by the plan of a kind, but for its sizes."""
+        hardware = self._measured_hardware()
+        if outcome.fit is Fit.SMALLER:
+            lost = lost_to_moves(outcome, kind.plan, hardware)
+            self._kinds.fared(kind, outcome.packs, lost / self._recording_seconds)
+        if adapt:
+            with self._where_memory_allows(), self._interrupts.let_in():
+                self._replans += self._planner.refine(kind, outcome, hardware, self._planned_budget)
 
     # --- learning ---
 
