@@ -127,15 +127,14 @@ CASES: dict[str, Case] = {
     "auto, small buckets": Case(SmallResNet, ddp=SMALL_BUCKETS, steps=4),
     "auto, gradients in buckets": Case(SmallTransformer, ddp=VIEW, adam=True, steps=4),
     "vdnn-all": Case(SmallResNet, VDNN),
-    "vdnn-all, gradients in small buckets": Case(SmallResNet, VDNN, ddp=VIEW | SMALL_BUCKETS),
     "checkpoint": Case(SmallResNet, ("checkpoint",), 0.7),
     "lru, gradients in buckets": Case(SmallResNet, ("lru",), ddp=VIEW),
-    "parks everything": Case(SmallResNet, (ParkAll(),), 0.8, ddp=SMALL_BUCKETS, adam=True),
-    "parks everything, gradients in buckets": Case(SmallResNet, (ParkAll(),), 0.8, ddp=VIEW | SMALL_BUCKETS),
+    "parks everything, gradients in buckets": Case(
+        SmallResNet, (ParkAll(),), 0.8, ddp=VIEW | SMALL_BUCKETS, adam=True
+    ),
     "parks what it must": Case(SmallTransformer, (ParkToFit(),), 0.3, adam=True),
     "makes everything anew": Case(SmallResNet, (RecomputeAll(),), 0.7),
     "transformer, superneurons": Case(SmallTransformer, ("superneurons",), 0.8, ddp=VIEW),
-    "transformer, layrub": Case(SmallTransformer, ("layrub",), 0.8, ddp=SMALL_BUCKETS),
     "transformer, autocast": Case(SmallTransformer, ("checkpoint",), 0.7, autocast=True),
     "another policy in each rank": Case(SmallResNet, ("layrub", "vdnn-all"), 0.7),
     "unused parameters": Case(SmallResNet, VDNN, ddp={"find_unused_parameters": True}, skips_branch=True, steps=8),

@@ -14,7 +14,7 @@ from steps import digest
 
 SHARE = 0.6
 BATCH = 8
-BATCHES = 4
+BATCHES = 3
 EPOCHS = 2
 
 

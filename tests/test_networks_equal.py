@@ -21,8 +21,9 @@ FAMILIES: tuple[tuple[str | Policy, ...], ...] = (
     ("accudnn",),
 )
 # One of each kind meets all families, the others `auto`'s and one more.
-OF_EACH_KIND = ("resnet-18", "unet", "gpt-2x64")
-# And these `auto`'s alone: to make and to update their tens of millions of parameters takes most of their time.
+OF_EACH_KIND = ("resnet-18", "gpt-2x64")
+# And these `auto`'s alone, the last step left out: to make and to update their tens of millions of parameters takes
+# most of their time.
 OF_MANY_PARAMETERS = ("overfeat", "vgg-16", "vit-b16", "resnet-152", "inception-v4")
 STEPS = 4  # cold, recorded under its first plan, under the plan of the steady step, and one that lets ops pass
 
@@ -30,13 +31,14 @@ STEPS = 4  # cold, recorded under its first plan, under the plan of the steady s
 @pytest.mark.parametrize(("name", "size", "batch"), CASES, ids=[case[0] for case in CASES])
 def test_a_network_trains_the_same_under_families_of_policies(name: str, size: int, batch: int) -> None:
     make = training_of(name, size, batch)
-    plain = train_plain(make, STEPS)
+    steps = STEPS - (name in OF_MANY_PARAMETERS)
+    plain = train_plain(make, steps)
     budget = budget_for(make, 0.6, least_moved_bytes=4096)
     turn = [case[0] for case in CASES].index(name)
     others = FAMILIES[1:]
     some = FAMILIES[:1] if name in OF_MANY_PARAMETERS else (FAMILIES[0], others[turn % len(others)])
     for family in FAMILIES if name in OF_EACH_KIND else some:
         policy = family[turn % len(family)]
-        ours, summaries = train_in_session(make, STEPS, budget=budget, policy=policy, least_moved_bytes=4096)
+        ours, summaries = train_in_session(make, steps, budget=budget, policy=policy, least_moved_bytes=4096)
         assert ours == plain, policy
         assert all(summary.measured_peak_bytes <= budget for summary in summaries), policy
