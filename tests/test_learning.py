@@ -18,7 +18,7 @@ from outgrow.planning.policies import auto, find
 from outgrow.runtime.care import OpNeeds
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.tiers.ram import Ram
-from outgrow.tracing.ir import Fit, Phase
+from outgrow.tracing.ir import Fit, Kind, Phase
 from outgrow.tracing.ops import facts_of
 from steps import rise_of
 from test_auto import GPU, NO_LINK, trace_of
@@ -493,3 +493,19 @@ def test_a_plan_that_was_made_at_once_is_searched_for_when_its_steps_took_long_e
         searches.append(kind.searches)
     assert searches == [0, 0, 1, 1]
     assert not kind.is_rough
+
+
+def test_an_activation_that_an_optimizer_keeps_is_no_state_from_the_start() -> None:
+    """Though it is written to: the next step makes its own."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with outgrow.Session(model, optimizer, budget="1GiB") as session:
+        with session.step():
+            kept = model[1](model[0](torch.ones(32, 64)))
+            model[2](kept).sum().backward()
+            optimizer.state[model[0].weight]["kept"] = kept.detach().mul_(0.5)
+        assert session.plan is not None
+        trace = session.plan.problem.trace
+    saved = [trace.values[item.value] for item in trace.saved]
+    assert sum(value.kind is Kind.ACTIVATION and value.birth >= 0 for value in saved) == 3

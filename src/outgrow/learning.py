@@ -18,7 +18,7 @@ from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.tiers.memory import DeviceMemory
-from outgrow.tracing.ir import Trace
+from outgrow.tracing.ir import Fit, Trace
 from outgrow.units import format_bytes, format_seconds
 
 _LOG = logging.getLogger(__name__)
@@ -115,14 +115,15 @@ class Planner:
         return self.search_again(kind, budget_bytes)
 
     def refine(self, kind: StepKind, outcome: StepOutcome, hardware: Hardware, budget_bytes: int) -> bool:
-        """A smaller step went by a kind's plan: plan better for those. Whether the plan is now another one.
+        """A step of other sizes went by a kind's plan: plan better for those. Whether the plan is now another one.
 
-        The kind itself may never come again, and was recorded when all was cold: of steps that are nearly as large it
-        is known what it would take, as much longer as it saves more.
+        The kind itself may never come again, and was recorded when all was cold. Smaller steps that are nearly as
+        large tell what it would take: as much longer as it saves more.
         """
         kind.seconds_since += outcome.seconds
         share = sum(outcome.packs) / max(1, kind.saved_bytes)
-        if _NEARLY_AS_LARGE <= share <= 1 and not outcome.proved:
+        tells = outcome.fit is Fit.SMALLER and not (outcome.proved or outcome.turned_late)
+        if tells and share >= _NEARLY_AS_LARGE:
             whole = replace(outcome, seconds=outcome.seconds / share, stall_seconds=outcome.stall_seconds / share)
             kind.wants_search = self._sets_right(kind, whole, hardware) or kind.wants_search
         wants = kind.is_rough or kind.wants_search

@@ -459,13 +459,14 @@ class Session:
 
     def _judge_other_size(self, kind: StepKind, outcome: StepOutcome, *, adapt: bool) -> None:
         """The last step went by the plan of a kind, but for its sizes."""
-        hardware = self._measured_hardware()
-        if outcome.fit is Fit.SMALLER:
-            lost = lost_to_moves(outcome, kind.plan, hardware)
-            self._kinds.fared(kind, outcome.packs, lost / self._recording_seconds)
-        if adapt:
-            with self._where_memory_allows(), self._interrupts.let_in():
-                self._replans += self._planner.refine(kind, outcome, hardware, self._planned_budget)
+        with self._where_memory_allows():
+            hardware = self._measured_hardware()
+            if outcome.fit is Fit.SMALLER:
+                lost = lost_to_moves(outcome, kind.plan, hardware)
+                self._kinds.fared(kind, outcome.packs, lost / self._recording_seconds)
+            if adapt:
+                with self._interrupts.let_in():
+                    self._replans += self._planner.refine(kind, outcome, hardware, self._planned_budget)
 
     # --- learning ---
 

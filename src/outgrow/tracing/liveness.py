@@ -54,6 +54,7 @@ def with_lasting_state(trace: Trace) -> Trace:
     end = len(trace.ops)
     # Of a storage that was written to since, what is in it last tells what it is for.
     lasting = {value.storage for value in trace.values if value.kind is Kind.OPTIMIZER and value.death == end}
+    lasting -= {trace.values[item.value].storage for item in trace.saved}  # an activation that an optimizer keeps
     values = tuple(
         replace(value, birth=-1, kind=Kind.OPTIMIZER) if value.storage in lasting and value.version == 0 else value
         for value in trace.values
