@@ -477,19 +477,23 @@ def test_smaller_steps_tell_how_long_a_plan_takes_if_they_are_nearly_as_large(
 ) -> None:
     """What was recorded cold is half as long warm, and nobody meets that size again."""
     kind, budget = kind_of(trace)
+    kind.is_rough = True
     before = sum(op.seconds for op in kind.plan.problem.trace.ops)
-    of_smaller_steps(kind, share, 4, budget)
+    of_smaller_steps(kind, share, 8, budget)
     after = sum(op.seconds for op in kind.plan.problem.trace.ops)
     assert after == pytest.approx(pace * before, rel=0.02)
+    assert kind.searches == (pace != 1)
 
 
-def test_a_plan_that_was_made_at_once_is_searched_for_when_its_steps_took_long_enough(trace: outgrow.Trace) -> None:
+def test_a_plan_that_was_made_at_once_is_searched_for_once_when_its_steps_took_long_enough(
+    trace: outgrow.Trace,
+) -> None:
     kind, budget = kind_of(trace)
     kind.is_rough, kind.plan_seconds = True, 1.0
     searches = []
     for since in (0.0, 4.0, 5.0, 5.0):
         kind.seconds_since = since
-        of_smaller_steps(kind, 0.9, 1, budget)
+        of_smaller_steps(kind, 0.9, 1 if since else 8, budget)
         searches.append(kind.searches)
     assert searches == [0, 0, 1, 1]
     assert not kind.is_rough

@@ -18,7 +18,7 @@ from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.tiers.memory import DeviceMemory
-from outgrow.tracing.ir import Fit, Trace
+from outgrow.tracing.ir import Fit
 from outgrow.units import format_bytes, format_seconds
 
 _LOG = logging.getLogger(__name__)
@@ -30,8 +30,9 @@ _LOG = logging.getLogger(__name__)
 _MOST_TIMED_STEPS = 24
 _TIME_TOLERANCE = 0.05
 _LARGE_CHANGE = 0.25
-# Smaller steps tell of their plan's times from this share of what it was made for.
-_NEARLY_AS_LARGE = 0.75
+# Smaller steps tell of their plan's times from this share of what it was made for, and so many are asked: the first
+# ones go through Python.
+_NEARLY_AS_LARGE, _TELLING_STEPS = 0.75, 8
 # A step that peaks this much higher than predicted is recorded anew.
 _PEAK_TOLERANCE = 0.02
 # So often at most a plan is searched for with other times: a machine whose speed wavers would be planned for without
@@ -122,14 +123,14 @@ class Planner:
         """
         kind.seconds_since += outcome.seconds
         share = sum(outcome.packs) / max(1, kind.saved_bytes)
-        tells = outcome.fit is Fit.SMALLER and not (outcome.proved or outcome.turned_late)
-        if tells and share >= _NEARLY_AS_LARGE:
-            whole = replace(outcome, seconds=outcome.seconds / share, stall_seconds=outcome.stall_seconds / share)
-            kind.wants_search = self._sets_right(kind, whole, hardware) or kind.wants_search
-        wants = kind.is_rough or kind.wants_search
-        if not (wants and self.searches and self.is_worth_a_search(kind)):
+        if outcome.fit is Fit.SMALLER and share >= _NEARLY_AS_LARGE and not (outcome.proved or outcome.turned_late):
+            whole = (outcome.seconds / share, outcome.stall_seconds / share)
+            kind.recent = [*kind.recent, whole][-_MOST_TIMED_STEPS:]
+        is_known = len(kind.recent) >= _TELLING_STEPS and self.is_worth_a_search(kind)
+        if not (kind.is_rough and self.searches and is_known):
             return False
         kind.is_rough = False
+        _pace(kind, *_medians(kind.recent), hardware)
         return self.search_again(kind, budget_bytes)
 
     def wants_room(self, kind: StepKind, outcome: StepOutcome) -> bool:
@@ -179,15 +180,11 @@ class Planner:
             if len(kind.recent) < kind.timed_steps:
                 return False
             seconds, stall = _medians(kind.recent)
-        own = prediction.step_seconds - prediction.stall_seconds
         error = abs(seconds / prediction.step_seconds - 1)
-        if error <= _TIME_TOLERANCE or own <= 0 or seconds <= stall:
+        if error <= _TIME_TOLERANCE or not _pace(kind, seconds, stall, hardware):
             return False
         kind.recent.clear()
         kind.timed_steps = min(2 * kind.timed_steps, _MOST_TIMED_STEPS)
-        trace = _paced(kind.plan.problem.trace, (seconds - stall) / own)
-        problem = replace(kind.plan.problem, trace=trace, hardware=hardware)
-        kind.plan = replace(kind.plan, problem=problem)
         if error <= kind.tolerance or kind.plan.keeps_everything or kind.searches >= _MOST_SEARCHES:
             return False
         now = kind.plan.simulate()
@@ -248,5 +245,16 @@ def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return seconds, stall
 
 
-def _paced(trace: Trace, factor: float) -> Trace:
-    return trace.with_ops([replace(op, seconds=op.seconds * factor) for op in trace.ops])
+def _pace(kind: StepKind, seconds: float, stall: float, hardware: Hardware) -> bool:
+    """Set the times of a kind's trace right, whose steps take so many seconds and stall for some of them.
+
+    False if that says nothing of its ops.
+    """
+    prediction, problem = kind.plan.simulate(), kind.plan.problem
+    own = prediction.step_seconds - prediction.stall_seconds
+    if own <= 0 or seconds <= stall:
+        return False
+    factor = (seconds - stall) / own
+    trace = problem.trace.with_ops([replace(op, seconds=op.seconds * factor) for op in problem.trace.ops])
+    kind.plan = replace(kind.plan, problem=replace(problem, trace=trace, hardware=hardware))
+    return True
