@@ -12,7 +12,7 @@ import torch
 
 import outgrow
 from outgrow.kinds import StepKind
-from outgrow.learning import Planner
+from outgrow.learning import Planner, lost_to_moves
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import auto, find
 from outgrow.runtime.care import OpNeeds
@@ -513,3 +513,16 @@ def test_an_activation_that_an_optimizer_keeps_is_no_state_from_the_start() -> N
         trace = session.plan.problem.trace
     saved = [trace.values[item.value] for item in trace.saved]
     assert sum(value.kind is Kind.ACTIVATION and value.birth >= 0 for value in saved) == 3
+
+
+def test_what_a_step_lost_to_moves_is_their_stalls_their_bytes_and_their_handling(trace: outgrow.Trace) -> None:
+    kind, _ = kind_of(trace)
+    assert kind.plan.offloads
+    outcome = replace(QUIET, stall_seconds=1.0, recompute_seconds=2.0, planned_bytes=3 << 20, evicted_bytes=1 << 20)
+    dear = replace(GPU, copy_cost_seconds_per_byte=1e-6, handling_seconds=0.5)
+    away = {item.value for item in kind.plan.offloads}
+    plan = replace(kind.plan, problem=replace(kind.plan.problem, hardware=dear))
+    saves = sum(item.value in away for item in trace.saved)
+    lost = 1.0 + 2.0 + 2 * (4 << 20) * 1e-6 + 0.5 * (2 * len(away) + saves)
+    assert lost_to_moves(outcome, plan, dear) == pytest.approx(lost)
+    assert lost_to_moves(outcome, kind.plan, GPU) == pytest.approx(3.0)
