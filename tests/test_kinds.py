@@ -150,8 +150,11 @@ def test_steps_that_take_turns_follow_their_plans(policy: Any, turned: list[bool
     assert not any(turned)  # they were what they were thought to be
 
 
-@pytest.mark.parametrize("policy", ["auto", "vdnn-all", RecomputeAll(), ParkAll()], ids=str)
-@pytest.mark.parametrize("share", [0.45, 1.2])
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [("auto", 0.45), ("auto", 1.2), ("vdnn-all", 0.45), (RecomputeAll(), 0.45), (ParkAll(), 0.45), (ParkAll(), 1.2)],
+    ids=str,
+)
 def test_steps_in_no_order_turn_to_the_plans_of_their_kinds(policy: Any, share: float, turned: list[bool]) -> None:
     """At the largest share the small batches need no plan, so that nobody watches their steps; or none does."""
     kinds = [12, 10, 8, 6]
@@ -163,8 +166,7 @@ def test_steps_in_no_order_turn_to_the_plans_of_their_kinds(policy: Any, share: 
     assert sum(planned(summaries)[8:]) > 10
 
 
-@pytest.mark.parametrize("begin", [0, 4])
-@pytest.mark.parametrize("is_wanted", [False, True], ids=["let-go", "gone-through"])
+@pytest.mark.parametrize(("is_wanted", "begin"), [(False, 0), (True, 0), (True, 4)])
 @pytest.mark.parametrize("policy", ["auto", "vdnn-all", ParkAll(offload=True)], ids=str)
 def test_graphs_that_are_kept_for_a_step_leave_plans_their_places(policy: Any, is_wanted: bool, begin: int) -> None:
     """What they saved lies where the next step's plan would put what that saves, or behind it."""

@@ -61,8 +61,11 @@ _MOVES_IN_AN_OP = (
 )
 
 
-# Of these `make fuzz` tries five times as many.
-@settings(deadline=None, suppress_health_check=list(HealthCheck))
+# 75 by default; of these `make fuzz` tries five times as many.
+EXAMPLES = settings().max_examples * 3 // 4
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=EXAMPLES)
 @given(description=descriptions, seed=st.integers(0, 2**32 - 1), tightness=st.floats(0, 1))
 @example(description=_MOVES_IN_AN_OP, seed=191034717, tightness=0.0003)
 def test_gradients_equal_plain_pytorch_to_the_bit(description: tuple, seed: int, tightness: float) -> None:
@@ -70,7 +73,7 @@ def test_gradients_equal_plain_pytorch_to_the_bit(description: tuple, seed: int,
 
 
 # Twice as many steps for each, and as many traces.
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=settings().max_examples // 3)
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=EXAMPLES // 3)
 @given(
     description=descriptions,
     seed=st.integers(0, 2**32 - 1),
