@@ -373,6 +373,22 @@ def test_no_step_is_recorded_before_steps_have_lost_what_that_takes(traces: dict
     assert [step for step, is_recorded in enumerate(recorded) if is_recorded] == [7, 23]
 
 
+def test_a_session_tells_what_smaller_steps_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+    fared = Kinds.fared
+
+    def noted(self: Kinds, kind: StepKind, packs: tuple[int, ...], lost: float) -> None:
+        assert sum(packs) < kind.saved_bytes
+        told.append(lost)
+        fared(self, kind, packs, lost)
+
+    sizes = [64, *ragged(20, 60, 11)]
+    budget = budget_for(sequences([64]), 0.7)
+    monkeypatch.setattr(Kinds, "fared", noted)
+    train_in_session(sequences(sizes), len(sizes), budget=budget, policy="vdnn-all")
+    assert any(0 < lost < 1 for lost in told)
+
+
 def test_where_there_are_many_sizes_one_more_that_goes_well_is_not_recorded(traces: dict[int, Trace]) -> None:
     """However often it comes; where there are two, it is."""
     recorded = []
@@ -381,6 +397,7 @@ def test_where_there_are_many_sizes_one_more_that_goes_well_is_not_recorded(trac
         for kind in list(kinds._all):
             kind.met = 2  # no strangers any more
         between = traced(sequences([29 + known // 5]))
+        records = []
         for _ in range(8):
             kinds.turn_to(kinds.find(traces[24].packs[:1]), Fit.SMALLER)
             kinds.count()
@@ -388,7 +405,8 @@ def test_where_there_are_many_sizes_one_more_that_goes_well_is_not_recorded(trac
             kind = kinds.expected
             kinds.seen(kind, kind, between.packs)
             kinds.fared(kind, between.packs, lost=1)
-        recorded.append(kinds.should_record)
+            records.append(kinds.should_record)
+        recorded.append(any(records))
     assert recorded == [True, False]
 
 

@@ -13,6 +13,9 @@ from outgrow.strangers import Strangers
 from outgrow.tracing.ir import Event, Fit, Phase, Trace
 from outgrow.turns import Turns
 
+# A step that saves less than this share of what its plan was made for moves more than it would have to, and says
+# little of how long the plan takes.
+MUCH_SMALLER = 0.75
 # Where a kind begins to look for another plan: when its times are so far from the prediction.
 SEARCH_TOLERANCE = 0.10
 # So many steps are asked, at first, before times are set right.
@@ -33,8 +36,6 @@ _GUESS_STEPS = 2
 _STRANGERS = 3
 # So many kinds that were like others but for their sizes are a sign of many more.
 _MANY_SIZES = 4
-# A step that saves less than this share of what its plan was made for moves more than it would have to.
-_MUCH_SMALLER = 0.75
 # After so many steps in a row that began like smaller ones of a kind, and were not, no step is taken for one.
 _MOST_MISLED = 3
 
@@ -130,7 +131,7 @@ class StepKind:
     @property
     def least_saved_bytes(self) -> int:
         """A step that saves less than this is better off with another plan."""
-        return 0 if self.plan.keeps_everything else int(_MUCH_SMALLER * self.saved_bytes)
+        return 0 if self.plan.keeps_everything else int(MUCH_SMALLER * self.saved_bytes)
 
     def is_good_for(self, packs: Sequence[int]) -> bool:
         """Whether a smaller step, which saves tensors of so many bytes, is no better off with another plan."""
@@ -308,7 +309,8 @@ class Kinds:
     def resembled(self, packs: tuple[int, ...], fit: Fit) -> None:
         """A step went by the plan of the expected kind, but for its sizes, which nobody knows.
 
-        The next few are recorded where those may come again; of many sizes only such as no plan is there for.
+        The next few are recorded where those may come again; of many sizes only such as no plan is there for, or as
+        come often and have no good one.
         """
         kind = self.expected
         assert kind is not None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import median
 
 from outgrow.cost.hardware import Hardware
-from outgrow.kinds import SEARCH_TOLERANCE, TIMED_STEPS, StepKind
+from outgrow.kinds import MUCH_SMALLER, SEARCH_TOLERANCE, TIMED_STEPS, StepKind
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.policies.auto import Auto
@@ -30,9 +30,8 @@ _LOG = logging.getLogger(__name__)
 _MOST_TIMED_STEPS = 24
 _TIME_TOLERANCE = 0.05
 _LARGE_CHANGE = 0.25
-# Smaller steps tell of their plan's times from this share of what it was made for, and so many are asked: the first
-# ones go through Python.
-_NEARLY_AS_LARGE, _TELLING_STEPS = 0.75, 8
+# So many smaller steps are asked how long their plan takes: the first ones go through Python.
+_TELLING_STEPS = 8
 # A step that peaks this much higher than predicted is recorded anew.
 _PEAK_TOLERANCE = 0.02
 # So often at most a plan is searched for with other times: a machine whose speed wavers would be planned for without
@@ -123,7 +122,7 @@ class Planner:
         """
         kind.seconds_since += outcome.seconds
         share = sum(outcome.packs) / max(1, kind.saved_bytes)
-        if outcome.fit is Fit.SMALLER and share >= _NEARLY_AS_LARGE and not (outcome.proved or outcome.turned_late):
+        if outcome.fit is Fit.SMALLER and share >= MUCH_SMALLER and not (outcome.proved or outcome.turned_late):
             whole = (outcome.seconds / share, outcome.stall_seconds / share)
             kind.recent = [*kind.recent, whole][-_MOST_TIMED_STEPS:]
         is_known = len(kind.recent) >= _TELLING_STEPS and self.is_worth_a_search(kind)
