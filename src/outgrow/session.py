@@ -48,6 +48,7 @@ from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.tiers.disk import SpillFile
+from outgrow.runtime.updates import FirstUpdates
 from outgrow.summary import Summary
 from outgrow.tracing.capture import as_sequence, storage_kinds, training_state
 from outgrow.tracing.compiled import compiled_modules
@@ -212,6 +213,7 @@ class Session:
         self._wary = False  # in a step that was not watched memory ran out, or the plan did not hold
         self._peak = 0
         self._recording_seconds = math.inf  # what the last recorded step took, with planning for it
+        self._first_updates = FirstUpdates(self._optimizer_begins)
         self._closed = False
         Session._open.add(self)
 
@@ -298,7 +300,7 @@ class Session:
         self._closed = True
         Session._open.discard(self)
         with self._interrupts.held(), ExitStack() as undo:
-            for part in (self._ledger, self._executor, self._memory, self._pool):
+            for part in (self._ledger, self._executor, self._memory, self._pool, self._first_updates):
                 undo.callback(part.close)
             self._read_clock(adapt=False)
             self._executor.kept = None
@@ -367,6 +369,11 @@ class Session:
         is_foreign = kind is not None and kind.is_foreign
         self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch, fits=fits, is_foreign=is_foreign)
         self._begun = plan
+
+    def _optimizer_begins(self) -> None:
+        """An optimizer is about to make its state, of which no plan knows."""
+        if self._in_step and self._thread == threading.get_ident():
+            self._executor.watch()
 
     def _end(self, error: BaseException | None) -> None:
         with self._held:

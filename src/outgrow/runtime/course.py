@@ -160,6 +160,12 @@ class Course:
         else:
             self._depart()
 
+    def watch(self) -> None:
+        """The program is about to make what lasts: see every op from here on."""
+        if not self._current.is_watched:
+            self._suppose_inputs()
+            self._join()
+
     def _turns(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
         """Whether the step, which is not the one of the trace, begins like one of another kind: it goes by that plan.
 

@@ -363,6 +363,10 @@ class Executor:
         """The training goes on on the calling thread."""
         self._hooks.come_here()
 
+    def watch(self) -> None:
+        """What the program does next wants care, whatever the plan says."""
+        self._course.watch()
+
     def arrived(self, entry: Entry) -> None:
         """The pool gave a value new memory."""
         self._compiled.arrived(entry.nbytes)
