@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import le
 
 from outgrow.planning.plan import Plan
 from outgrow.runtime.recompute import Verdicts
@@ -16,6 +17,8 @@ from outgrow.turns import Turns
 # A step that saves less than this share of what its plan was made for moves more than it would have to, and says
 # little of how long the plan takes.
 MUCH_SMALLER = 0.75
+# And one that saves more than so many times as much moves less than it should.
+_MUCH_LARGER = 1.1
 # Where a kind begins to look for another plan: when its times are so far from the prediction.
 SEARCH_TOLERANCE = 0.10
 # So many steps are asked, at first, before times are set right.
@@ -64,7 +67,7 @@ class StepKind:
         gave_back: of the last steps under this plan, whether the allocator gave free blocks back to find room; so
             often, `rooms`, a plan was asked for that leaves it some, and `room_bytes` is what it leaves.
         fits: the plan was seen to fit: a step that could have parked more than it had no need to.
-        largest_held: what the largest step saved that is smaller, went by the plan, and was seen to fit; in bytes.
+        largest_held: what the largest step of other sizes saved that went by the plan, and was seen to fit; in bytes.
         is_foreign: the plan's trace is not this session's, whose storages have other numbers.
         number: which one it is; 0 before the session knows it.
         met: how many steps of this kind there were.
@@ -114,9 +117,14 @@ class StepKind:
         """Bytes of the tensors that steps may save that are known to fit; None if nothing is known."""
         if self.plan.problem.trace.varies:
             return None
-        if self.fits or self.plan.keeps_everything:
-            return tuple(saved.nbytes for saved in self.plan.problem.trace.saved)
-        return self.largest_held or None
+        is_known = self.fits or self.plan.keeps_everything
+        own = tuple(saved.nbytes for saved in self.plan.problem.trace.saved) if is_known else ()
+        return max(own, self.largest_held, key=sum) or None
+
+    def holds(self, packs: Sequence[int]) -> bool:
+        """Whether a step that begins by saving tensors of so many bytes is known to fit, for all that it saved."""
+        held = self.held
+        return held is not None and all(map(le, packs, held))
 
     @property
     def has_room(self) -> bool:
@@ -134,8 +142,13 @@ class StepKind:
         return 0 if self.plan.keeps_everything else int(MUCH_SMALLER * self.saved_bytes)
 
     def is_good_for(self, packs: Sequence[int]) -> bool:
-        """Whether a smaller step, which saves tensors of so many bytes, is no better off with another plan."""
-        return sum(packs) >= self.least_saved_bytes
+        """Whether a step of other sizes, which saves tensors of so many bytes, is no better off with another plan."""
+        return sum(packs) >= self.least_saved_bytes and not self.is_much_larger(packs)
+
+    def is_much_larger(self, packs: Sequence[int]) -> bool:
+        """Whether a step that begins by saving tensors of so many bytes saves much more than the plan's."""
+        begin = self.plan.problem.trace.saved[: len(packs)]
+        return sum(packs) > _MUCH_LARGER * sum(saved.nbytes for saved in begin)
 
     def is_like(self, trace: Trace) -> bool:
         """Whether the step of a trace is of this kind: two may save the same, and differ in their backward passes."""
@@ -258,9 +271,9 @@ class Kinds:
     def find(self, packs: Sequence[int], *, is_late: bool = False) -> StepKind | None:
         """A kind whose steps begin by saving this: another than is expected, the most frequent.
 
-        Where there is none, the smallest that saves more; or, where batches are ragged, one that saves the same in
-        other sizes: that by which the step has gone so far, else the largest. It may be the expected one, and must be
-        where it `is_late`.
+        Where there is none, the smallest that saves more, or little less and is known to hold it; or, where batches
+        are ragged, one that saves the same in other sizes: that by which the step has gone so far, else the largest.
+        It may be the expected one, and must be where it `is_late`.
         """
         if is_late:
             known = [] if self.expected is None else [self.expected]
@@ -268,13 +281,17 @@ class Kinds:
             known = [kind for kind in self._such() if len(packs) <= kind.plan.problem.trace.saved_first]
         fits = [(kind, kind.plan.problem.trace.fit_of(packs)) for kind in known]
         exact = (kind for kind, fit in fits if fit is Fit.EXACT and kind is not self.expected)
-        smaller = (kind for kind, fit in fits if fit is Fit.SMALLER)
+        holding = (
+            kind
+            for kind, fit in fits
+            if fit is Fit.SMALLER or (fit is Fit.OTHER and kind.holds(packs) and not kind.is_much_larger(packs))
+        )
         others = (kind for kind, fit in fits if fit is Fit.OTHER and kind.plan.evicts and self.are_ragged)
         goes_by = self.expected if self.has_turned else None
         found = max(exact, key=self._frequency, default=None)
         if found is not None or self._misled >= _MOST_MISLED:
             return found
-        return min(smaller, key=lambda kind: kind.saved_bytes, default=None) or max(
+        return min(holding, key=lambda kind: kind.saved_bytes, default=None) or max(
             others, key=lambda kind: (kind is goes_by, kind.saved_bytes), default=None
         )
 
@@ -315,10 +332,10 @@ class Kinds:
         kind = self.expected
         assert kind is not None
         self._misled = 0
-        is_good = fit is Fit.SMALLER and kind.is_good_for(packs)
+        is_good = kind.is_good_for(packs) and (fit is Fit.SMALLER or kind.holds(packs))
         if not self._have_many_sizes or (self._strangers.come_often(packs) and not is_good):
             self._strangers.came(self.steps)
-        elif fit is not Fit.SMALLER:
+        elif fit is not Fit.SMALLER and not is_good:
             self._strangers.had_no_good_plan()
 
     def fared(self, kind: StepKind, packs: tuple[int, ...], lost: float) -> None:

@@ -365,9 +365,16 @@ class Session:
         verdicts = Verdicts() if kind is None else kind.verdicts
         if self._recorder is not None:
             self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
-        fits = kind is not None and kind.fits
-        is_foreign = kind is not None and kind.is_foreign
-        self._executor.begin(plan, verdicts, kinds, self._recorder, watch=watch, fits=fits, is_foreign=is_foreign)
+        self._executor.begin(
+            plan,
+            verdicts,
+            kinds,
+            self._recorder,
+            watch=watch,
+            fits=kind is not None and kind.fits,
+            limits=kind.held if kind is not None and self._kinds.are_ragged else None,  # it may well be smaller
+            is_foreign=kind is not None and kind.is_foreign,
+        )
         self._begun = plan
 
     def _optimizer_begins(self) -> None:
@@ -419,7 +426,7 @@ class Session:
             expected.fits = fits and not plan.problem.trace.varies  # the next one may be larger
         if outcome.followed and outcome.fit is not Fit.EXACT:
             assert expected is not None
-            if outcome.fits and outcome.fit is Fit.SMALLER and sum(outcome.packs) > sum(expected.largest_held):
+            if outcome.fits and sum(outcome.packs) > sum(expected.largest_held):
                 expected.largest_held = outcome.packs
             self._wary = self._wary or (outcome.knows_peak and outcome.peak_bytes > self.budget_bytes)
             self._kinds.resembled(outcome.packs, outcome.fit)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Iterator, Set
+from itertools import chain
 
 from outgrow.planning.parks import gap_of
 from outgrow.planning.plan import Plan
@@ -91,6 +92,33 @@ def stays_of(plan: Plan) -> list[int]:
         nbytes = problem.trace.values[item.value].nbytes if is_new else 0
         found.append(-1 if item.value in moved else nbytes)
     return found
+
+
+def ops_of_recipes(plan: Plan) -> dict[int, str]:
+    """The ops that recipes run again, with their names."""
+    ops = plan.problem.trace.ops
+    recipes = (plan.problem.recipes.find(item.value) for item in plan.recomputes)
+    return {number: ops[number].name for recipe in recipes if recipe is not None for number in recipe.ops}
+
+
+def makers_of(plan: Plan, value: int) -> Iterator[int]:
+    """The op that makes a value's storage. Where that writes over an input instead, who made that one, and so on."""
+    trace = plan.problem.trace
+    source: int | None = value
+    while source is not None:
+        maker = trace.storage_births[trace.values[source].storage]
+        yield maker
+        source = overwritten(plan.problem, maker) if maker in plan.reuses else None
+
+
+def ops_to_see(plan: Plan) -> frozenset[int]:
+    """The ops that whoever carries the plan out has to see.
+
+    Those that recipes run again, that write over an input, and that make what is parked, or where that lies.
+    """
+    births = (plan.problem.trace.values[item.value].birth for item in plan.parks)
+    makers = chain.from_iterable(makers_of(plan, item.value) for item in plan.parks)
+    return frozenset(number for number in chain(ops_of_recipes(plan), plan.reuses, births, makers) if number >= 0)
 
 
 @reading

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from outgrow.planning.plan import Plan
 
 # As many as there may be kinds of step, but no more than for so many ops in all: it takes memory, too.
-_MOST_PLANS, _MOST_OPS = 32, 1 << 17
+_MOST_PLANS, MOST_OPS = 32, 1 << 17
 
 _Item = TypeVar("_Item")
 
@@ -32,7 +32,7 @@ class ByPlan(Generic[_Item]):
         ops = 0
         for place, (known, _) in enumerate(self._items):
             ops += len(known.problem.trace.ops)
-            if place > 0 and (place >= _MOST_PLANS or ops > _MOST_OPS):
+            if place > 0 and (place >= _MOST_PLANS or ops > MOST_OPS):
                 del self._items[place:]
                 break
 

@@ -74,6 +74,10 @@ class Others(Protocol[_Known]):
     def any_parks(self) -> bool:
         """Whether any of their plans parks."""
 
+    @property
+    def are_ragged(self) -> bool:
+        """Whether steps are of ever other sizes."""
+
 
 class Course:
     """Which plan the open step goes by, and who watches it.
@@ -133,6 +137,10 @@ class Course:
         self._stack, self._modes, self._function_modes = stack, modes, function_modes
         self._saw_functions = saw_functions
 
+    def keep_within(self, limits: Sequence[int] | None) -> None:
+        """Its plan is known to hold it as long as no saved tensor has more bytes than `limits` say."""
+        self._limits = limits
+
     def end(self) -> None:
         """It is over, and its modes are about to be off."""
         self._stack = None
@@ -156,7 +164,7 @@ class Course:
             limits = self._limits
             if limits is not None and event is Event.PACK and handle.nbytes > limits[handle.number]:
                 self._needs_more()
-                self._fast.stop()
+                self._fast.see_all()
         else:
             self._depart()
 
@@ -188,7 +196,7 @@ class Course:
         watched = self._current.is_watched
         if not watched and other.plan.needs_watch:  # ops are numbered where they are watched
             return False
-        limits = _limits_of(other, fit)
+        limits = other.held
         holds = limits is not None and _is_within(hooks.packs, limits) and _begins_at(other.plan, ticks.tick - 1)
         on_demand = watched and self.can_park and not holds
         parks = on_demand or self._parking.is_for(other.plan)
@@ -224,7 +232,7 @@ class Course:
         self._memory.go_astray()
         watched = self._current.is_watched
         self._staying.stop()
-        limits = _limits_of(kind, fit)
+        limits = kind.held
         holds = limits is not None and _is_within(self._hooks.packs, limits)
         if watched and self.can_park and not holds:
             self._needs_more()
@@ -317,11 +325,6 @@ class Course:
             self._current.sees_functions = True
             self._stack.enter_context(Access(self._parking))
         return True
-
-
-def _limits_of(kind: Known, fit: Fit) -> Sequence[int] | None:
-    """Bytes of the tensors that a kind's plan was seen to hold, if a step that compares so may be held by it."""
-    return kind.held if fit is not Fit.OTHER else None
 
 
 def _is_within(packs: Sequence[int], limits: Sequence[int]) -> bool:

@@ -176,13 +176,14 @@ class Executor:
         *,
         watch: bool,
         fits: bool = False,
+        limits: Sequence[int] | None = None,
         is_foreign: bool = False,
     ) -> None:
         """Set hooks (and the dispatch mode if `watch`) and start the clock.
 
         `kinds` tells which storages are training state, which the pool never moves; `verdicts` which of the plan's
-        recipes can be trusted, and is added to; `fits` that the plan was seen to fit; `is_foreign` that its trace is
-        not this session's.
+        recipes can be trusted, and is added to; `fits` that the plan was seen to fit, or
+        a step that saved tensors of so many bytes as `limits` say; `is_foreign` that its trace is not this session's.
         """
         current = self._current
         self._hooks.begin_here()
@@ -190,12 +191,15 @@ class Executor:
         # A recorded step runs the plain ops, whatever its plan counts on, and is recorded as nobody knows yet what it
         # needs; nor does anybody where there is no plan, or one that was not seen to fit. So every op is seen, views
         # too.
-        on_demand = watch and self._course.can_park and not (recorder is None and plan is not None and fits)
+        is_held = recorder is None and plan is not None and (fits or limits is not None)
+        on_demand = watch and self._course.can_park and not is_held
         current.recording = None
         if recorder is not None:
             current.recording = Recording(recorder, self._ledger, self._clock, self._lost_seconds)
         current.epoch += 1
         self._reset(plan, verdicts, on_demand=on_demand, is_foreign=is_foreign)
+        limits = limits if is_held and watch and not fits else None
+        self._course.keep_within(limits)
         # Where the cache decides it keeps to what plans keep to.
         decides = recorder is not None or plan is None or plan.evicts
         self._room.begin(keeps_margin=decides, counts_always=recorder is not None)
@@ -234,9 +238,10 @@ class Executor:
                 modes + 1 if watch else 0,
                 may_pass=may_pass,
                 open_bytes=self._memory.open_bytes,
+                is_ragged=self._others.are_ragged,
             )
             if plan is not None and recorder is None and not (on_demand or self._compiled):
-                self._staying.begin(plan, kinds, watched=watch)
+                self._staying.begin(plan, kinds, watched=watch, limits=limits)
             self._stack = stack.pop_all()
         self._course.open(self._stack, modes, function_modes, saw_functions=parks)
         self._started = time.perf_counter()

@@ -88,8 +88,9 @@ struct State {
   int64_t limit;           // what the resident set may be, in bytes
   int64_t statm, page;     // the open /proc/self/statm, and bytes of a page there
   const int64_t* needs;    // of each op what it adds, in bytes, and what else there is to say; -1: it needs care
-  Expected* expected;
+  Expected* expected;      // what stands for one op, by its number, and then what stands for several, by that of the first
   std::vector<int64_t>* bounds;        // of ops that may be of other sizes than were learned
+  const uint8_t* seen;                 // of each of those whether Python has to see it under this plan
   const std::atomic<int64_t>* booked;  // live bytes that the ledger knows of
   Count* count;                        // live bytes of what passed
   void (*count_in)(void*);
@@ -230,6 +231,11 @@ bool is_within(const State& now, const Expected& next, const torch::jit::Stack& 
     ++seen;
   });
   return is_smaller && seen == next.bounds;
+}
+
+// Whether none of the ops that a call stands for has to be seen by Python.
+bool may_go_unseen(const State& now, int64_t first, int64_t ops) {
+  return !now.loose || std::none_of(now.seen + first, now.seen + first + ops, [](uint8_t is_seen) { return is_seen; });
 }
 
 // Whether a library would find memory on the heap: where there is none, oneDNN ends the process.
@@ -402,8 +408,10 @@ bool passes(State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   return false;
 }
 
-// An op of the step that is learned has run: if none of those that it came apart into needs care, it may pass.
-void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t look, const std::vector<int64_t>& sizes) {
+// An op of the step that is learned has run: if none of those that it came apart into needs care, it may pass. What was
+// learned of a larger one `says_more`, and stays.
+void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t look, const std::vector<int64_t>& sizes,
+           bool says_more) {
   const int64_t ops = now.number - first;
   if (now.number > now.length || op.operator_name().name.rfind("aten::", 0) != 0) return;
   int64_t rise = 0, flags = 0;
@@ -421,10 +429,15 @@ void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t lo
     if (i >= 64 || !writes) return;
     written |= uint64_t{1} << i;
   }
-  Expected& known = now.expected[first];
+  Expected& known = now.expected[ops > 1 ? now.length + first : first];
   const auto bounds = static_cast<int64_t>(sizes.size());
   int64_t first_bound = known.first_bound;
   if (now.loose) {
+    if (says_more && known.op == &op.schema() && known.look == look && known.ops == ops) {
+      known.rise = std::max(known.rise, rise);
+      known.flags |= flags;
+      return;
+    }
     if (known.bounds != bounds) {
       first_bound = static_cast<int64_t>(now.bounds->size());
       now.bounds->resize(now.bounds->size() + sizes.size());
@@ -529,11 +542,15 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   }
   const size_t count = op.schema().arguments().size();
   const int64_t first = now->number;
-  const Expected next = now->expected[first];  // a copy: the step may turn to another plan meanwhile
-  const uint64_t look = now->learns || next.op == &op.schema() ? look_of(*now, keys, *stack, count) : 0;
-  if (now->passes && next.op == &op.schema() && look != 0 && next.look == look && is_within(*now, next, *stack, count) &&
-      all_there(*stack, count) && all_known(*now, *stack, count) && writes_safely(next, *stack, count) &&
-      fits(*now, next) && passes(*now, op, keys, stack, count, next.flags & kDraws)) {
+  const bool is_one = now->expected[first].op == &op.schema();
+  // A copy: the step may turn to another plan meanwhile.
+  const Expected next = now->expected[is_one ? first : now->length + first];
+  const bool is_op = next.op == &op.schema();
+  const uint64_t look = now->learns || is_op ? look_of(*now, keys, *stack, count) : 0;
+  const bool is_expected = is_op && look != 0 && next.look == look && is_within(*now, next, *stack, count);
+  if (now->passes && is_expected && may_go_unseen(*now, first, next.ops) && all_there(*stack, count) &&
+      all_known(*now, *stack, count) && writes_safely(next, *stack, count) && fits(*now, next) &&
+      passes(*now, op, keys, stack, count, next.flags & kDraws)) {
     now->number += next.ops;
     now->passed += next.ops;
     return;
@@ -546,7 +563,8 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   if (now->loose) see_sizes(*stack, count, [&](int64_t size, bool) { sizes.push_back(size); });
   const Expected* const lesson = now->expected;
   op.redispatchBoxed(keys, stack);
-  if (look != 0 && now->learns && now->expected == lesson && now->number > first) learn(*now, op, first, look, sizes);
+  if (look != 0 && now->learns && now->expected == lesson && now->number > first)
+    learn(*now, op, first, look, sizes, is_expected);
 }
 
 torch::Library* library = nullptr;

@@ -4,8 +4,9 @@ The first step under a plan is the lesson: the executor says of each op that it 
 those that follow, native code lets the others pass, as long as they are the ones expected and fit the budget. A
 session that begins with a plan meets ops whose needs nobody has measured: its lesson takes a step more.
 
-Steps that are smaller than their plan's have a lesson of their own, which is never over: an op passes if none of its
-sizes is larger than when it was learned, since it takes no more then; a larger one is learned anew.
+Where batches are of ever other sizes all plans for the same ops share one lesson, which is never over: an op passes
+if none of its sizes is larger than when it was learned, since it takes no more then; a larger one is learned anew.
+What a plan makes something of never passes under that plan.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Any
 
 import torch
 
+from outgrow.planning.agenda import ops_to_see
 from outgrow.planning.plan import Plan
-from outgrow.runtime.by_plan import ByPlan
+from outgrow.runtime.by_plan import MOST_OPS, ByPlan
 from outgrow.runtime.native import Code, built, once
 from outgrow.runtime.tiers.arena import ArenaCount
 from outgrow.runtime.tiers.cuda import AllocatorCount
@@ -85,6 +87,7 @@ class _State(ctypes.Structure):
         ("needs", ctypes.c_void_p),
         ("expected", ctypes.c_void_p),
         ("bounds", ctypes.c_void_p),
+        ("seen", ctypes.c_void_p),
         ("booked", ctypes.c_void_p),
         ("count", ctypes.c_void_p),
         ("count_in", ctypes.c_void_p),
@@ -100,7 +103,7 @@ class _Lesson:
     """What is known of the steps under one plan; `is_over` once one of them was seen from begin to end.
 
     `steps` are those that were so far; `goes_on` says that the last one measured what may pass once that is known.
-    That of smaller steps is never over: `bounds` is where native code has the sizes that were learned.
+    That of steps of other sizes is never over: `bounds` is where native code has the sizes that were learned.
     """
 
     needs: Any
@@ -134,11 +137,13 @@ class FastPath:
         self._ram = ram
         self._gpu = gpu
         self._ledger = ledger
-        self._lessons: dict[Fit, ByPlan[_Lesson]] = {Fit.EXACT: ByPlan(), Fit.SMALLER: ByPlan()}
+        self._lessons: ByPlan[_Lesson] = ByPlan()
+        self._loose: dict[tuple[str, ...], _Lesson] = {}  # by the names of ops; the last one used comes last
+        self._seen: ByPlan[Any] = ByPlan()
         self._lesson: _Lesson | None = None
         self._count: ArenaCount | AllocatorCount | None = None
         self._let_go_of: Any = None
-        self.learns = self._has_plan = self._is_paused = self._is_on = False
+        self.learns = self._has_plan = self._is_ragged = self._is_paused = self._is_on = False
         arena = None if ram is None else ram.arena
         self._library = None if arena is None and gpu is None else _library()
         if self._library is None:
@@ -179,13 +184,16 @@ class FastPath:
 
     # --- the step ---
 
-    def begin(self, plan: Plan | None, modes: int, *, open_bytes: int, may_pass: bool = True) -> None:
+    def begin(
+        self, plan: Plan | None, modes: int, *, open_bytes: int, may_pass: bool = True, is_ragged: bool = False
+    ) -> None:
         """A step begins that goes by `plan` (None: each op needs care), watched by one of `modes` dispatch modes.
 
         `modes` is 0 where nobody watches. Who else has a mode sees all ops. While the allocator holds less than
         `open_bytes`, it refuses nothing that fits the budget. Where nothing `may_pass`, the step may be a lesson.
+        `is_ragged` says that steps are of ever other sizes.
         """
-        self._has_plan = plan is not None
+        self._has_plan, self._is_ragged = plan is not None, is_ragged
         self._enter(plan, modes, Fit.EXACT, open_bytes=open_bytes, may_pass=may_pass)
         self._see_nodes()
 
@@ -198,13 +206,10 @@ class FastPath:
         self._lesson = None
         self.learns = False
         self._watch(modes)
-        if not self._is_on or plan is None or not self._has_memory or fit is Fit.OTHER:
+        if not self._is_on or plan is None or not self._has_memory:
             return
-        lesson = self._lessons[fit].find(plan)
-        is_loose = fit is Fit.SMALLER
-        if lesson is None:
-            lesson = self._new_lesson(len(plan.problem.trace.ops), is_loose=is_loose)
-            self._lessons[fit].add(plan, lesson)
+        is_loose = self._is_ragged or fit is not Fit.EXACT
+        lesson = self._loose_lesson(plan) if is_loose else self._lesson_of(plan)
         if lesson.is_over and not may_pass:
             return
         if not (lesson.is_over or is_loose):
@@ -214,17 +219,42 @@ class FastPath:
         self.learns = not lesson.is_over
         state.length = len(lesson.needs)
         state.needs, state.expected = ctypes.addressof(lesson.needs), ctypes.addressof(lesson.expected)
+        state.seen = ctypes.addressof(self._seen_by(plan)) if is_loose else None
         # Where state leaves, a copy that failed should show at once.
         state.level = 0 if plan.parks else plan.prediction.peak_bytes
         state.bell, state.learns, state.passes = 0, self.learns, lesson.is_over or (is_loose and may_pass)
 
-    def _new_lesson(self, length: int, *, is_loose: bool) -> _Lesson:
-        assert self._library is not None
-        lesson = _Lesson((ctypes.c_int64 * length)(*[_CARE] * length), (_Expected * length)())
-        if is_loose:
+    def _lesson_of(self, plan: Plan) -> _Lesson:
+        """What is learned of the steps that are as large as a plan's."""
+        lesson = self._lessons.find(plan)
+        if lesson is None:
+            lesson = _new_lesson(len(plan.problem.trace.ops))
+            self._lessons.add(plan, lesson)
+        return lesson
+
+    def _loose_lesson(self, plan: Plan) -> _Lesson:
+        """What is learned of steps of all sizes that run the same ops as a plan's."""
+        names = plan.problem.trace.op_names
+        lesson = self._loose.pop(names, None)
+        if lesson is None:
+            assert self._library is not None
+            lesson = _new_lesson(len(names))
             lesson.bounds = self._library.outgrow_fastpath_new_bounds()
             weakref.finalize(lesson, self._library.outgrow_fastpath_end_bounds, lesson.bounds)
+        self._loose[names] = lesson
+        while len(self._loose) > 1 and sum(map(len, self._loose)) > MOST_OPS:
+            self._loose.pop(next(iter(self._loose)))
         return lesson
+
+    def _seen_by(self, plan: Plan) -> Any:
+        """Of each op whether Python has to see it under a plan."""
+        seen = self._seen.find(plan)
+        if seen is None:
+            seen = (ctypes.c_uint8 * len(plan.problem.trace.ops))()
+            for number in ops_to_see(plan):
+                seen[number] = True
+            self._seen.add(plan, seen)
+        return seen
 
     def join(self, modes: int) -> None:
         """From here on one of `modes` dispatch modes watches: have native code see what it is shown."""
@@ -249,7 +279,7 @@ class FastPath:
             if followed:
                 self._lesson.end()
             else:
-                self._lessons[Fit.EXACT].forget(self._lesson)
+                self._lessons.forget(self._lesson)
         self._leave()
 
     def _leave(self) -> None:
@@ -261,8 +291,8 @@ class FastPath:
         self.learns = False
 
     def turn_to(self, plan: Plan, fit: Fit, *, may_pass: bool) -> None:
-        """The step goes by another plan from here on, or is smaller than its plan's. Where nothing may pass any more,
-        nothing does. A lesson of the plan that it began with begins anew with the next such step.
+        """The step goes by another plan from here on, or is of other sizes than its plan's. Where nothing may pass
+        any more, nothing does. A lesson of the plan that it began with begins anew with the next such step.
         """
         if not self._has_plan:
             return
@@ -276,6 +306,13 @@ class FastPath:
     def go_astray(self) -> None:
         """From here on the allocator may refuse what fits the budget: gated ops need care."""
         self._state.open = 0
+
+    def see_all(self) -> None:
+        """From here on each op of this step needs care, and may teach what does not in steps of other sizes."""
+        if self.is_loose:
+            self._state.passes = 0
+        else:
+            self.stop()
 
     def stop(self) -> None:
         """From here on each op of this step needs care."""
@@ -313,7 +350,7 @@ class FastPath:
 
     @property
     def is_loose(self) -> bool:
-        """Whether what is taken down is for smaller steps, too: all that an op takes has to be known."""
+        """Whether what is taken down is for steps of other sizes, too: all that an op takes has to be known."""
         return bool(self._state.loose)
 
     def needs_care(self, number: int) -> None:
@@ -443,6 +480,11 @@ def _follow(library: ctypes.CDLL, record: StorageRecord, is_followed: bool) -> N
 def _book(library: ctypes.CDLL, books: int, record: StorageRecord, is_booked: bool) -> None:
     """The ledger counts this storage itself from now on, or no longer."""
     library.outgrow_fastpath_booked(books, record.address, is_booked)
+
+
+def _new_lesson(length: int) -> _Lesson:
+    """One of so many ops, of which nothing is known so far."""
+    return _Lesson((ctypes.c_int64 * length)(*[_CARE] * length), (_Expected * (2 * length))())
 
 
 @once

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from outgrow.errors import OutgrowError, TraceMismatch
+from outgrow.planning.agenda import ops_of_recipes
 from outgrow.planning.plan import Plan, Replay
 from outgrow.runtime.clock import DeviceClock, Span
 from outgrow.runtime.dice import Dice
@@ -94,7 +95,7 @@ class Recomputer:
         self._verdicts = verdicts
         self._cookbook.close()
         self._cookbook = Cookbook(self._ledger, kinds)
-        self._wanted_ops = _ops_of_recipes(plan) if plan is not None else {}
+        self._wanted_ops = ops_of_recipes(plan) if plan is not None else {}
         self._replays = {item.value: item.replay for item in plan.recomputes} if plan is not None else {}
         self._first_save = _first_saves(plan) if plan is not None else {}
         self._entry_at: dict[Contents, Entry] = {}
@@ -270,10 +271,3 @@ def _first_saves(plan: Plan) -> dict[int, int]:
         if saved.value in dropped:
             first.setdefault(saved.value, number)
     return first
-
-
-def _ops_of_recipes(plan: Plan) -> dict[int, str]:
-    """The ops that recipes run again, with their names."""
-    ops = plan.problem.trace.ops
-    recipes = (plan.problem.recipes.find(item.value) for item in plan.recomputes)
-    return {number: ops[number].name for recipe in recipes if recipe is not None for number in recipe.ops}

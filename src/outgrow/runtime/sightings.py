@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from outgrow.planning.agenda import makers_of
 from outgrow.planning.parks import may_park
 from outgrow.planning.plan import Plan
-from outgrow.planning.reuse import overwritten
 from outgrow.runtime.remake import Remake, can_remake
 from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger, StorageRecord
@@ -69,7 +69,7 @@ class Sightings:
             elif index in (made := problem.trace.ops[value.birth].outputs):
                 self._births.setdefault(value.birth, []).append((made.index(index), index))
                 self._names[value.birth] = problem.trace.ops[value.birth].name
-                self._makers.update(_makers_of(plan, index))
+                self._makers.update(makers_of(plan, index))
                 if value.kind is Kind.GRADIENT:
                     self._gradients.add(index)
 
@@ -146,16 +146,6 @@ class Sightings:
         """The step is over."""
         self.forget_remakes()
         self._records.clear()
-
-
-def _makers_of(plan: Plan, value: int) -> Iterator[int]:
-    """The op that makes a value's storage. Where that writes over an input instead, who made that one, and so on."""
-    trace = plan.problem.trace
-    source: int | None = value
-    while source is not None:
-        maker = trace.storage_births[trace.values[source].storage]
-        yield maker
-        source = overwritten(plan.problem, maker) if maker in plan.reuses else None
 
 
 def _in_order(state: Iterable[StorageRecord], trace: Trace, kinds: Mapping[int, Kind]) -> dict[int, StorageRecord]:

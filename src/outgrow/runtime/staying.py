@@ -43,6 +43,7 @@ _MODULE = "outgrow_staying"
 _MOVES, _STAYS, _IS_STATE = range(3)
 _COLUMNS = 5
 _NBYTES, _STORAGE = 1, 3
+_NO_SIZE = 1 << 62
 
 _Hook = Callable[[Any], Any]
 
@@ -146,8 +147,8 @@ class Staying:
     ) -> None:
         """The step goes by `plan`, in every particular, but for sizes if they do not `fit`; ops are `watched` or not.
 
-        `kinds` tells which storages are training state, by their serial numbers. What is saved in other sizes goes
-        past Python if it has no more bytes than `limits` say.
+        `kinds` tells which storages are training state, by their serial numbers. What is saved goes past Python if it
+        has no more bytes than `limits` say.
         """
         stays, self._kinds = self._stays, kinds
         if stays is None:
@@ -157,7 +158,12 @@ class Staying:
             known = _expected(plan)
             self._known.add(plan, known)
         self._exact, codes = known
-        self._expected = expected = self._exact if fit is Fit.EXACT else _loosened(self._exact, plan, limits)
+        expected = self._exact
+        if fit is not Fit.EXACT:
+            expected = _loosened(expected, plan, limits)
+        elif limits is not None:
+            expected = _capped(expected, limits)
+        self._expected = expected
         stays.expect(expected, codes)
         count = self._ledger.count
         stays.counts_all = isinstance(count, AllocatorCount)
@@ -275,6 +281,19 @@ def _loosened(exact: array[int], plan: Plan, limits: Sequence[int] | None) -> ar
         ),
     )
     return loose
+
+
+def _capped(exact: array[int], limits: Sequence[int]) -> array[int]:
+    """The same for a step of the plan's own sizes: Python is shown what has more bytes than `limits` say."""
+    capped = array("q", exact)
+    capped[_NBYTES::_COLUMNS] = array(
+        "q",
+        (
+            nbytes if nbytes <= limit else _NO_SIZE
+            for nbytes, limit in zip(exact[_NBYTES::_COLUMNS], limits, strict=True)
+        ),
+    )
+    return capped
 
 
 @once

@@ -178,6 +178,11 @@ class Trace:
         return self.resident_bytes(-1)
 
     @cached_property
+    def op_names(self) -> tuple[str, ...]:
+        """The names of its ops, in order: what it has in common with the same step in other sizes."""
+        return tuple(op.name for op in self.ops)
+
+    @cached_property
     def packs(self) -> tuple[int, ...]:
         """Bytes of each saved tensor, in order; -1 for those whose size depends on data."""
         return tuple(-1 if self.values[saved.value].varies else saved.nbytes for saved in self.saved)
