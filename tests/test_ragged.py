@@ -16,7 +16,9 @@ from torch.nn import functional as F
 import outgrow
 from outgrow.kinds import Kinds, StepKind
 from outgrow.planning.agenda import ops_to_see
+from outgrow.planning.floor import least_for_cache
 from outgrow.planning.plan import Plan, make_plan
+from outgrow.planning.policies.auto import Auto
 from outgrow.planning.policies.cache import Lru
 from outgrow.planning.problem import Problem
 from outgrow.runtime.care import Need, Precedent
@@ -25,6 +27,7 @@ from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recompute import Recomputer
 from outgrow.tracing.ir import Fit, Trace
+from outgrow.tracing.liveness import plain_profile
 from steps import (
     Make,
     ParkAll,
@@ -467,6 +470,34 @@ def test_a_step_that_is_little_larger_than_a_plan_that_held_it_goes_by_that(trac
     assert kinds.find(larger.packs[:1]) is known
     assert kinds.find(much_larger.packs[:1]) is None, "another plan would move more"
     assert kinds.find(traced(sequences([41])).packs[:1]) is None
+
+
+def test_of_a_plan_for_too_much_and_one_for_too_little_the_nearer_is_taken(traces: dict[int, Trace]) -> None:
+    kinds = kinds_of([traces[32], traced(sequences([40]))], are_ragged=False)
+    larger, smaller = kinds._all
+    step = traced(sequences([34])).packs[:1]
+    assert kinds.find(step) is larger, "nobody knows whether the other holds it"
+    smaller.largest_held = step_of_34 = traced(sequences([34])).packs
+    assert kinds.find(step) is larger, "what is missing is waited for"
+    kinds = kinds_of([traces[32], traced(sequences([60]))], are_ragged=False)
+    _, smaller = kinds._all
+    smaller.largest_held = step_of_34
+    assert kinds.find(step) is smaller, "the other moves twice as much"
+
+
+@pytest.mark.parametrize("more", [1.05, 1.12, 2.0])
+def test_where_the_cache_alone_could_hold_a_step_it_is_known_to_fit(more: float, traces: dict[int, Trace]) -> None:
+    trace = traces[32]
+    least = least_for_cache(Problem(trace, HARDWARE, 1))
+    kind = StepKind(trace.packs, Auto().plan(Problem(trace, HARDWARE, int(more * least))), True, 0, 0.0)
+    assert kind.plan.evicts
+    if more == 1.05:  # copies that are late need room, too
+        assert kind.held is None
+        return
+    assert kind.holds(trace.packs)
+    assert kind.holds(traced(sequences([34])).packs) == (more == 2.0)
+    assert not kind.holds(traced(sequences([64])).packs)
+    assert least <= plain_profile(trace).peak_bytes
 
 
 def test_python_sees_what_a_plan_makes_something_of(traces: dict[int, Trace]) -> None:

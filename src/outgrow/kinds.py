@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from operator import le
 
+from outgrow.planning.floor import least_for_cache
 from outgrow.planning.plan import Plan
 from outgrow.runtime.recompute import Verdicts
 from outgrow.strangers import Strangers
@@ -19,6 +20,12 @@ from outgrow.turns import Turns
 MUCH_SMALLER = 0.75
 # And one that saves more than so many times as much moves less than it should.
 _MUCH_LARGER = 1.1
+# What the cache moves takes so many times as long as what a plan does.
+_WORSE_BY_CACHE = 4
+# How far what a step holds may grow if it is little larger: scores of attention as its square. Where the cache alone
+# can hold that, and leaves this share of the budget to copies that are late and to recipes, nobody need park.
+_GROWTH = _MUCH_LARGER**2
+_SPARE_SHARE = 0.1
 # Where a kind begins to look for another plan: when its times are so far from the prediction.
 SEARCH_TOLERANCE = 0.10
 # So many steps are asked, at first, before times are set right.
@@ -115,11 +122,29 @@ class StepKind:
     @property
     def held(self) -> tuple[int, ...] | None:
         """Bytes of the tensors that steps may save that are known to fit; None if nothing is known."""
-        if self.plan.problem.trace.varies:
+        trace = self.plan.problem.trace
+        if trace.varies:
             return None
-        is_known = self.fits or self.plan.keeps_everything
-        own = tuple(saved.nbytes for saved in self.plan.problem.trace.saved) if is_known else ()
+        own: tuple[int, ...] = ()
+        if self._cache_holds(_GROWTH):
+            sizes = zip(trace.saved, trace.saves_whole_state, strict=True)
+            own = tuple(saved.nbytes if whole else int(_GROWTH * saved.nbytes) for saved, whole in sizes)
+        elif self.fits or self.plan.keeps_everything or self._cache_holds(1.0):
+            own = tuple(saved.nbytes for saved in trace.saved)
         return max(own, self.largest_held, key=sum) or None
+
+    def _cache_holds(self, growth: float) -> bool:
+        """Whether the cache alone could hold a step in which all but training state is so many times as large.
+
+        Nothing would be parked; and room for what the plan drops is counted wherever it may be made anew.
+        """
+        plan, trace = self.plan, self.plan.problem.trace
+        if not (plan.evicts and plan.problem.on_cpu):  # free pieces of an allocator's may be too small
+            return False
+        state = trace.state_bytes
+        dropped = sum(trace.values[item.value].nbytes for item in plan.recomputes)
+        needed = state + growth * (least_for_cache(plan.problem) + dropped - state)
+        return needed <= (1 - _SPARE_SHARE) * plan.budget_bytes
 
     def holds(self, packs: Sequence[int]) -> bool:
         """Whether a step that begins by saving tensors of so many bytes is known to fit, for all that it saved."""
@@ -147,8 +172,19 @@ class StepKind:
 
     def is_much_larger(self, packs: Sequence[int]) -> bool:
         """Whether a step that begins by saving tensors of so many bytes saves much more than the plan's."""
-        begin = self.plan.problem.trace.saved[: len(packs)]
-        return sum(packs) > _MUCH_LARGER * sum(saved.nbytes for saved in begin)
+        return sum(packs) > _MUCH_LARGER * self._begin_bytes(len(packs))
+
+    def ill_suits(self, packs: Sequence[int]) -> float:
+        """How far a step that begins by saving tensors of so many bytes is from the plan's: not at all, 0.
+
+        What is too much moves by plan and in good time, and what is too little is the cache's, which waits for it.
+        """
+        own, saved = max(1, self._begin_bytes(len(packs))), max(1, sum(packs))
+        return _WORSE_BY_CACHE * (saved / own - 1) if saved > own else own / saved - 1
+
+    def _begin_bytes(self, tensors: int) -> int:
+        """Bytes of the first so many tensors that its plan's step saves."""
+        return sum(saved.nbytes for saved in self.plan.problem.trace.saved[:tensors])
 
     def is_like(self, trace: Trace) -> bool:
         """Whether the step of a trace is of this kind: two may save the same, and differ in their backward passes."""
@@ -271,7 +307,7 @@ class Kinds:
     def find(self, packs: Sequence[int], *, is_late: bool = False) -> StepKind | None:
         """A kind whose steps begin by saving this: another than is expected, the most frequent.
 
-        Where there is none, the smallest that saves more, or little less and is known to hold it; or, where batches
+        Where there is none, that which saves least more, or little less and is known to hold it; or, where batches
         are ragged, one that saves the same in other sizes: that by which the step has gone so far, else the largest.
         It may be the expected one, and must be where it `is_late`.
         """
@@ -291,7 +327,7 @@ class Kinds:
         found = max(exact, key=self._frequency, default=None)
         if found is not None or self._misled >= _MOST_MISLED:
             return found
-        return min(holding, key=lambda kind: kind.saved_bytes, default=None) or max(
+        return min(holding, key=lambda kind: (kind.ill_suits(packs), kind.saved_bytes), default=None) or max(
             others, key=lambda kind: (kind is goes_by, kind.saved_bytes), default=None
         )
 

@@ -43,6 +43,12 @@ def least_budget(problem: Problem) -> Floor:
     return Floor(curve[worst_op], worst_op, {name: nbytes for name, nbytes in holders.items() if nbytes})
 
 
+@reading
+def least_for_cache(problem: Problem) -> int:
+    """Bytes that a cache of saved values cannot do without: all that could leave has left, and nothing is parked."""
+    return max(needed_curve(problem), default=problem.base_bytes)
+
+
 def needed_curve(problem: Problem) -> list[int]:
     """Live bytes at each op when saved values are away whenever they can be, and nothing is parked."""
     return _curve(problem, needed_spans(problem))

@@ -178,6 +178,11 @@ class Trace:
         return self.resident_bytes(-1)
 
     @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the training state that is there before the step: as much with any batch."""
+        return sum(value.nbytes for value in self.values if value.birth < 0 and value.kind.lasts)
+
+    @cached_property
     def op_names(self) -> tuple[str, ...]:
         """The names of its ops, in order: what it has in common with the same step in other sizes."""
         return tuple(op.name for op in self.ops)
