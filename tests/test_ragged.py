@@ -468,6 +468,7 @@ def test_a_step_that_is_little_larger_than_a_plan_that_held_it_goes_by_that(trac
     (known,) = kinds._all
     known.largest_held = much_larger.packs
     assert kinds.find(larger.packs[:1]) is known
+    assert kinds.find(larger.packs[:1], is_watched=False) is None
     assert kinds.find(much_larger.packs[:1]) is None, "another plan would move more"
     assert kinds.find(traced(sequences([41])).packs[:1]) is None
 

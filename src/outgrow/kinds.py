@@ -304,18 +304,20 @@ class Kinds:
         """Whether steps are of so many sizes that one which nobody knows is no reason to look out for it."""
         return self.are_ragged or sum(kind.is_resized for kind in self._all) >= _MANY_SIZES
 
-    def find(self, packs: Sequence[int], *, is_late: bool = False) -> StepKind | None:
+    def find(self, packs: Sequence[int], *, is_late: bool = False, is_watched: bool = True) -> StepKind | None:
         """A kind whose steps begin by saving this: another than is expected, the most frequent.
 
         Where there is none, that which saves least more, or little less and is known to hold it; or, where batches
         are ragged, one that saves the same in other sizes: that by which the step has gone so far, else the largest.
-        It may be the expected one, and must be where it `is_late`.
+        It may be the expected one, and must be where it `is_late`. What was made for less will not do for a step that
+        nobody watches.
         """
         if is_late:
             known = [] if self.expected is None else [self.expected]
         else:
             known = [kind for kind in self._such() if len(packs) <= kind.plan.problem.trace.saved_first]
-        fits = [(kind, kind.plan.problem.trace.fit_of(packs)) for kind in known]
+        compared = ((kind, kind.plan.problem.trace.fit_of(packs)) for kind in known)
+        fits = [(kind, fit) for kind, fit in compared if is_watched or fit is not Fit.OTHER]
         exact = (kind for kind, fit in fits if fit is Fit.EXACT and kind is not self.expected)
         holding = (
             kind

@@ -61,10 +61,11 @@ _Known = TypeVar("_Known", bound=Known)
 class Others(Protocol[_Known]):
     """The kinds of step that are known."""
 
-    def find(self, packs: Sequence[int], *, is_late: bool = False) -> _Known | None:
+    def find(self, packs: Sequence[int], *, is_late: bool = False, is_watched: bool = True) -> _Known | None:
         """One whose steps begin by saving tensors of so many bytes, or like it but for sizes that nobody knows.
 
-        Where it `is_late`, the step goes on by the plan that it goes by, or by none.
+        Where it `is_late`, the step goes on by the plan that it goes by, or by none. One that nobody watches goes by
+        none that was made for less.
         """
 
     def turn_to(self, kind: _Known, fit: Fit, /) -> None:
@@ -171,7 +172,8 @@ class Course:
     def watch(self) -> None:
         """The program is about to make what lasts: see every op from here on."""
         if not self._current.is_watched:
-            self._suppose_inputs()
+            if self._follower.plan is not None:
+                self._suppose_inputs(self._follower.plan)
             self._join()
 
     def _turns(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
@@ -183,9 +185,10 @@ class Course:
         if self._current.recording is not None or self._compiled:
             return False  # what is recorded tells more without
         # Where something was unpacked, much was missed of any other plan.
-        other = self._others.find(hooks.packs, is_late=ticks.tick != ticks.number)
+        watched = self._current.is_watched
+        other = self._others.find(hooks.packs, is_late=ticks.tick != ticks.number, is_watched=watched)
         fit = None if other is None else other.plan.problem.trace.fit_of(hooks.packs)
-        if other is None or fit is None or (fit is Fit.OTHER and not self._current.is_watched):
+        if other is None or fit is None:
             return False
         if other.plan is self._follower.plan:
             return self._goes_on(other, fit, event, handle, entry)
@@ -193,7 +196,6 @@ class Course:
             return False
         if self._parking.has_planned_places:  # where the other plan may put its own
             return False
-        watched = self._current.is_watched
         if not watched and other.plan.needs_watch:  # ops are numbered where they are watched
             return False
         limits = other.held
@@ -279,16 +281,16 @@ class Course:
         self._fast.stop()
         self._staying.stop()
         if not self._current.is_watched:
-            self._suppose_inputs()
+            kind = self._others.find(self._hooks.packs, is_watched=False)
+            if kind is not None and kind.plan.problem.trace.fit_of(self._hooks.packs) is Fit.EXACT:
+                self._suppose_inputs(kind.plan)
         self._join()
         self._parking.depart()
 
-    def _suppose_inputs(self) -> None:
-        """The step will be watched: what nothing saves of a batch was read before, as much as in steps like this."""
-        packs = self._hooks.packs
-        kind = self._others.find(packs)
-        if kind is not None and kind.plan.problem.trace.fit_of(packs) is Fit.EXACT and not self._supposed_bytes:
-            self._supposed_bytes = kind.plan.problem.trace.unsaved_input_bytes
+    def _suppose_inputs(self, plan: Plan) -> None:
+        """The step will be watched: what nothing saves of a batch was read before, as much as in its plan's step."""
+        if not self._supposed_bytes:
+            self._supposed_bytes = plan.problem.trace.unsaved_input_bytes
             self._ledger.suppose(self._supposed_bytes)
 
     def _join(self) -> None:

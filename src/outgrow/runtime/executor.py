@@ -182,8 +182,8 @@ class Executor:
         """Set hooks (and the dispatch mode if `watch`) and start the clock.
 
         `kinds` tells which storages are training state, which the pool never moves; `verdicts` which of the plan's
-        recipes can be trusted, and is added to; `fits` that the plan was seen to fit, or
-        a step that saved tensors of so many bytes as `limits` say; `is_foreign` that its trace is not this session's.
+        recipes can be trusted, and is added to; `fits` that the plan was seen to fit, and `limits` the bytes that
+        saved tensors may have where it is known to hold them; `is_foreign` that its trace is not this session's.
         """
         current = self._current
         self._hooks.begin_here()
