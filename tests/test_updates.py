@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -77,6 +78,24 @@ def test_where_there_is_room_for_the_state_all_is_as_without_a_session(plain_pea
     peaks = ours.peaks(int(1.05 * plain_peak))
     assert len(peaks) == 2 * _PASSES
     assert all(map(torch.equal, plain.parameters(), ours.parameters()))
+
+
+def test_an_update_on_another_thread_is_none_of_the_steps(parameter: nn.Parameter) -> None:
+    training = Accumulating()
+    other = torch.optim.Adam([parameter])
+    with training.session(1 << 40) as session:
+        for number in range(3):
+            with session.step():
+                training.step(number)
+                if number == 2:
+                    thread = threading.Thread(target=other.step)
+                    thread.start()
+                    thread.join()
+                    assert not session._executor._current.is_watched
+                    other.step()  # the first on that thread was the first of all
+                    assert not session._executor._current.is_watched
+                    torch.optim.Adam([parameter]).step()
+                    assert session._executor._current.is_watched
 
 
 class Counted:
