@@ -33,6 +33,7 @@ from steps import (
     ParkAll,
     RandomDecisions,
     RecomputeAll,
+    Training,
     bounds_of,
     budget_for,
     train_in_session,
@@ -499,6 +500,83 @@ def test_where_the_cache_alone_could_hold_a_step_it_is_known_to_fit(more: float,
     assert kind.holds(traced(sequences([34])).packs) == (more == 2.0)
     assert not kind.holds(traced(sequences([64])).packs)
     assert least <= plain_profile(trace).peak_bytes
+
+
+def test_what_is_there_beyond_what_a_plan_reckons_with_takes_the_caches_room(traces: dict[int, Trace]) -> None:
+    trace = traces[32]
+    budget = 2 * least_for_cache(Problem(trace, HARDWARE, 1))
+    kind = StepKind(trace.packs, Auto().plan(Problem(trace, HARDWARE, budget)), True, 0, 0.0)
+    kinds = kinds_of([], are_ragged=False)
+    kinds.learnt(kind)
+    kinds.begin((), trace.bytes_before)
+    assert kind.holds(trace.packs)
+    kinds.begin((), trace.bytes_before + budget // 2)
+    assert kind.held is None
+
+
+def test_after_a_step_was_refused_nothing_is_known_to_fit(traces: dict[int, Trace]) -> None:
+    trace = traces[32]
+    budget = 2 * least_for_cache(Problem(trace, HARDWARE, 1))
+    before, after = (
+        StepKind(
+            trace.packs, Auto().plan(Problem(trace, HARDWARE, budget)), True, 0, 0.0, fits=True, largest_held=(1,)
+        )
+        for _ in range(2)
+    )
+    kinds = kinds_of([], are_ragged=False)
+    kinds.learnt(before)
+    assert before.held is not None
+    kinds.refused(is_strange=False)
+    after.fits, after.largest_held = False, ()
+    kinds.learnt(after)
+    assert before.held is None
+    assert after.held is None
+
+
+@pytest.mark.parametrize("size", [4, 64])
+def test_who_makes_anything_before_it_saves_something_begins_by_parking_on_demand(size: int) -> None:
+    class Taught(Reader):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hint = torch.ones(size, size)  # nobody saves it
+            loss: torch.Tensor = super().forward(x)
+            return loss + float(hint.mean())
+
+    make = on_batches(Taught, lambda k, generator: torch.randint(0, WORDS, (4, 32), generator=generator))
+    trace = traced(make)
+    kind = StepKind(trace.packs, Auto().plan(Problem(trace, HARDWARE, 1 << 40)), True, 0, 0.0, fits=True)
+    assert kind.held is not None
+    assert (kind.held_from_begin is None) == (size == 64)
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_state_that_comes_after_the_plans_were_made_fits_all_the_same(optimizers: int) -> None:
+    """An optimizer steps in each fourth step only, or a second one from the seventh on; little room is left."""
+    lengths = ragged(20, 64, 20, 1)
+
+    def make() -> Training:
+        model = Reader()
+        parameters = list(model.parameters())
+        own = [
+            torch.optim.Adam(part) for part in ([parameters[:5], parameters[5:]] if optimizers == 2 else [parameters])
+        ]
+
+        def run(k: int) -> torch.Tensor:
+            words = torch.randint(0, WORDS, (4, lengths[k]), generator=torch.Generator().manual_seed(k))
+            loss: torch.Tensor = model(words)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if optimizers == 1 and k % 4 == 3:
+                own[0].step()
+            if optimizers == 2:
+                own[0].step()
+                if k >= 6:
+                    own[1].step()
+            if optimizers == 2 or k % 4 == 3:
+                model.zero_grad()
+            return loss.detach()
+
+        return Training([model], own, run)
+
+    assert_equal_and_inside(make, 20, 796235 if optimizers == 1 else 707764)
 
 
 def test_python_sees_what_a_plan_makes_something_of(traces: dict[int, Trace]) -> None:

@@ -10,6 +10,7 @@ from operator import le
 
 from outgrow.planning.floor import least_for_cache
 from outgrow.planning.plan import Plan
+from outgrow.planning.problem import LEAST_MOVED_BYTES
 from outgrow.runtime.recompute import Verdicts
 from outgrow.strangers import Strangers
 from outgrow.tracing.ir import Event, Fit, Phase, Trace
@@ -82,6 +83,8 @@ class StepKind:
         is_rough: its plan was made at once, and is for steps of all sizes up to its own.
         is_resized: when it was met first, there was one that differs from it in its sizes alone.
         syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
+        bytes_before: what is there as the step that is open begins, or as the last one began.
+        counts_on_cache: no step was refused so far, so that what the cache alone could hold need not be seen to fit.
     """
 
     packs: tuple[int, ...]
@@ -110,6 +113,8 @@ class StepKind:
     is_resized: bool = False
     is_rough: bool = False
     syncs: tuple[bool, ...] = ()
+    bytes_before: int = 0
+    counts_on_cache: bool = True
 
     def begins_with(self, packs: Sequence[int]) -> bool:
         """Whether its steps begin by saving tensors of so many bytes."""
@@ -121,7 +126,7 @@ class StepKind:
 
     @property
     def held(self) -> tuple[int, ...] | None:
-        """Bytes of the tensors that steps may save that are known to fit; None if nothing is known."""
+        """Bytes of the tensors that steps may save that fit, for all that is known; None if nothing is."""
         trace = self.plan.problem.trace
         if trace.varies:
             return None
@@ -139,12 +144,23 @@ class StepKind:
         Nothing would be parked; and room for what the plan drops is counted wherever it may be made anew.
         """
         plan, trace = self.plan, self.plan.problem.trace
-        if not (plan.evicts and plan.problem.on_cpu):  # free pieces of an allocator's may be too small
+        # Free pieces of an allocator's may be too small.
+        if not (self.counts_on_cache and plan.evicts and plan.problem.on_cpu):
             return False
         state = trace.state_bytes
         dropped = sum(trace.values[item.value].nbytes for item in plan.recomputes)
         needed = state + growth * (least_for_cache(plan.problem) + dropped - state)
-        return needed <= (1 - _SPARE_SHARE) * plan.budget_bytes
+        unforeseen = max(0, self.bytes_before - trace.bytes_before - plan.problem.base_bytes)
+        return needed + unforeseen <= (1 - _SPARE_SHARE) * plan.budget_bytes
+
+    @property
+    def held_from_begin(self) -> tuple[int, ...] | None:
+        """The same for a step that has saved nothing yet: None where it makes anything by then that nobody saves.
+
+        That may be larger the next time, and cannot leave if nobody noted it.
+        """
+        makes_little = self.plan.problem.trace.made_before_saving_bytes < LEAST_MOVED_BYTES
+        return self.held if makes_little else None
 
     def holds(self, packs: Sequence[int]) -> bool:
         """Whether a step that begins by saving tensors of so many bytes is known to fit, for all that it saved."""
@@ -256,6 +272,7 @@ class Kinds:
         self._turns = Turns()
         self._recent: deque[int] = deque(maxlen=_RECENT_STEPS)  # the numbers of the kinds that came last
         self._strangers = Strangers()
+        self._count_on_cache = True  # StepKind.counts_on_cache, for those that come
         self._misled = 0  # steps in a row that departed from the plan of a larger one
         self._fit = Fit.EXACT  # how the step that is open compares with the expected kind
 
@@ -269,9 +286,11 @@ class Kinds:
         self._all = [self._numbered(self.expected)]
         self._strangers.recordings_left = 0 if measured else 1
 
-    def begin(self, syncs: tuple[bool, ...]) -> StepKind | None:
-        """A step begins: what it is thought to be."""
+    def begin(self, syncs: tuple[bool, ...], live_bytes: int) -> StepKind | None:
+        """A step begins, with so many live bytes: what it is thought to be."""
         self.syncs = syncs
+        for kind in self._all:
+            kind.bytes_before = live_bytes
         self.has_turned, self._fit = False, Fit.EXACT
         if self.expected is not None and self.expected.syncs != syncs:
             self.expected = max(self._such(), key=self._frequency, default=None)
@@ -407,6 +426,7 @@ class Kinds:
     def learnt(self, kind: StepKind) -> None:
         """A step was recorded, and was of this kind, which may be new."""
         if all(known is not kind for known in self._all):
+            kind.counts_on_cache = self._count_on_cache
             self._strangers.was_met()
             self._misled = 0
             self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
@@ -461,9 +481,13 @@ class Kinds:
         """How many of the last steps were of a kind."""
         return self._recent.count(kind.number)
 
-    def refused(self) -> None:
-        """There was no room for a step that nobody recorded, and that was not what was expected: record the next."""
-        self._strangers.record_next(1)
+    def refused(self, *, is_strange: bool) -> None:
+        """There was no room for a step: nothing is known to fit any more. Record the next if it was a stranger."""
+        self._count_on_cache = False
+        for kind in self._all:
+            kind.fits, kind.largest_held, kind.counts_on_cache = False, (), False
+        if is_strange:
+            self._strangers.record_next(1)
 
     def _numbered(self, kind: StepKind) -> StepKind:
         kind.number = next(self._numbers)

@@ -351,7 +351,7 @@ class Session:
     def _open_step(self) -> None:
         self._executor.come_here()
         self._layouts = self._wrappers.layouts()
-        kind = self._kinds.begin(self._wrappers.syncs())
+        kind = self._kinds.begin(self._wrappers.syncs(), self._ledger.live_bytes)
         plan = None if kind is None else kind.plan
         if plan is not None and plan.spill_bytes:
             self._pool.make_way(plan.spill_bytes)
@@ -372,7 +372,7 @@ class Session:
             self._recorder,
             watch=watch,
             fits=kind is not None and kind.fits,
-            limits=kind.held if kind is not None and self._kinds.are_ragged else None,  # it may well be smaller
+            limits=kind.held_from_begin if kind is not None and self._kinds.are_ragged else None,
             is_foreign=kind is not None and kind.is_foreign,
         )
         self._begun = plan
@@ -410,8 +410,8 @@ class Session:
         if error is not None:
             if outcome.failure is not None:
                 error.add_note(str(outcome.failure))
-            if isinstance(error, BudgetTooSmall) and not outcome.followed:
-                self._kinds.refused()
+            if isinstance(error, BudgetTooSmall):
+                self._kinds.refused(is_strange=not outcome.followed)
             return
         if outcome.failure is not None:
             raise outcome.failure

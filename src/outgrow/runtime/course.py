@@ -139,7 +139,7 @@ class Course:
         self._saw_functions = saw_functions
 
     def keep_within(self, limits: Sequence[int] | None) -> None:
-        """Its plan is known to hold it as long as no saved tensor has more bytes than `limits` say."""
+        """Its plan holds it, for all that is known, as long as no saved tensor has more bytes than `limits` say."""
         self._limits = limits
 
     def end(self) -> None:
@@ -170,11 +170,14 @@ class Course:
             self._depart()
 
     def watch(self) -> None:
-        """The program is about to make what lasts: see every op from here on."""
+        """The program is about to make what lasts: see every op from here on, and park on demand."""
         if not self._current.is_watched:
             if self._follower.plan is not None:
                 self._suppose_inputs(self._follower.plan)
             self._join()
+        elif not self._demand.on:
+            self._needs_more()
+            self._fast.see_all()
 
     def _turns(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
         """Whether the step, which is not the one of the trace, begins like one of another kind: it goes by that plan.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum, StrEnum, auto
 from functools import cached_property
-from itertools import pairwise, takewhile
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,18 @@ class Trace:
     def state_bytes(self) -> int:
         """Bytes of the training state that is there before the step: as much with any batch."""
         return sum(value.nbytes for value in self.values if value.birth < 0 and value.kind.lasts)
+
+    @cached_property
+    def made_before_saving_bytes(self) -> int:
+        """The most bytes that the step has made before it saves a tensor, of what it still holds and never saves."""
+        first = self.saved[0].packed if self.saved else len(self.ops)
+        change = [0] * (first + 1)
+        saved = {item.value for item in self.saved}
+        for index, value in enumerate(self.values):
+            if 0 <= value.birth < first and index not in saved:
+                change[value.birth] += value.nbytes
+                change[min(value.death, first)] -= value.nbytes
+        return max(accumulate(change))
 
     @cached_property
     def op_names(self) -> tuple[str, ...]:
