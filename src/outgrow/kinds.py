@@ -134,7 +134,9 @@ class StepKind:
         if self._cache_holds(_GROWTH):
             sizes = zip(trace.saved, trace.saves_whole_state, strict=True)
             own = tuple(saved.nbytes if whole else int(_GROWTH * saved.nbytes) for saved, whole in sizes)
-        elif self.fits or self.plan.keeps_everything or self._cache_holds(1.0):
+            # What was seen to fit may have some tensors that are larger, and less of the others.
+            return tuple(map(max, own, self.largest_held)) if self.largest_held else own
+        if self.fits or self.plan.keeps_everything or self._cache_holds(1.0):
             own = tuple(saved.nbytes for saved in trace.saved)
         return max(own, self.largest_held, key=sum) or None
 
