@@ -75,7 +75,7 @@ struct Expected {
 struct State {
   int64_t learns, passes;  // whether the step is learned, and whether ops may pass
   int64_t number;          // of the next op of the step
-  int64_t length;          // of `needs` and `expected`
+  int64_t length;          // of `needs`, and of each half of `expected`
   int64_t bell;            // somebody wants Python to see the next op, as memory is free by now
   int64_t level;           // bytes that the step comes to at its most: below, that memory may as well wait
   int64_t open;            // while it holds less than so many bytes, the allocator refuses nothing that fits the budget
