@@ -19,7 +19,6 @@ import torch
 import outgrow
 from caching_allocator import Block, CachingAllocator, OutOfMemory
 from outgrow.cost.profiles import find_hardware
-from outgrow.learning import Planner
 from outgrow.networks import find
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies.auto import Auto
@@ -29,6 +28,7 @@ from outgrow.planning.walk import Walk
 from outgrow.planning.workspaces import costed
 from outgrow.runtime.tiers.cuda import AllocatorCount, CudaMemory
 from outgrow.runtime.tiers.memory import Request
+from outgrow.session.learning import Planner
 from outgrow.tracing.ir import Op as TracedOp
 from outgrow.tracing.ledger import Ledger
 from outgrow.tuning.steps import synthetic_step

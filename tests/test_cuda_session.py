@@ -14,12 +14,10 @@ import pytest
 import torch
 
 import outgrow
-import outgrow.session
+import outgrow.session.session
 from cases import training_of
 from fake_streams import FakeStreams
 from outgrow.errors import BudgetTooSmall, HostBudgetTooSmall, SessionError
-from outgrow.kinds import StepKind
-from outgrow.learning import Planner
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.problem import Problem
@@ -38,6 +36,8 @@ from outgrow.runtime.tiers.host import HostTier
 from outgrow.runtime.tiers.memory import Request, Scattered
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.runtime.watch import Watch
+from outgrow.session.kind import StepKind
+from outgrow.session.learning import Planner
 from outgrow.tracing.ir import Fit
 from outgrow.tracing.ledger import Ledger
 from steps import Make, RecomputeAll, Result, budget_for, supervised, train_in_session, train_plain
@@ -115,7 +115,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fakes]:
 
     def install(host_bytes: int = 256 * MiB, luck: float = 0.1) -> Fakes:
         made = Fakes(host_bytes, luck)
-        monkeypatch.setattr(outgrow.session, "open_backend", made.open)
+        monkeypatch.setattr(outgrow.session.session, "open_backend", made.open)
         # What else differs: nothing is parked or reused, and the backward pass may run on another thread.
         monkeypatch.setattr(Problem, "on_cpu", False)
         monkeypatch.setattr(Executor, "begin", begin)

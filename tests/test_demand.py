@@ -30,7 +30,8 @@ from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.room import Room
 from outgrow.runtime.tiers.disk import Slot, SpillFile
-from outgrow.session import Session
+from outgrow.session.kind import StepKind
+from outgrow.session.recorded import Recorded
 from outgrow.tracing.ir import Trace
 from outgrow.tracing.ledger import StorageRecord
 from steps import Make, ParkAll, Training, train_in_session, train_plain
@@ -51,18 +52,18 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Takes down what is parked on demand, and each trace."""
     found = Seen()
-    park, learn = Parking.park, Session._learn
+    park, learn = Parking.park, Recorded.learn
 
     def parking(self: Parking, records: Sequence[StorageRecord]) -> None:
         found.parked.extend(records)
         park(self, records)
 
-    def learning(self: Session, outcome: StepOutcome, trace: Trace) -> None:
+    def learning(self: Recorded, outcome: StepOutcome, trace: Trace, *arguments: Any, **named: Any) -> StepKind:
         found.traces.append(trace)
-        learn(self, outcome, trace)
+        return learn(self, outcome, trace, *arguments, **named)
 
     monkeypatch.setattr(Parking, "park", parking)
-    monkeypatch.setattr(Session, "_learn", learning)
+    monkeypatch.setattr(Recorded, "learn", learning)
     return found
 
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import outgrow
-from outgrow.kinds import StepKind
-from outgrow.learning import Planner
 from outgrow.planning.plan import Plan
 from outgrow.planning.problem import Problem
 from outgrow.runtime.course import Course
-from outgrow.turns import Turns
+from outgrow.session.kind import StepKind
+from outgrow.session.learning import Planner
+from outgrow.session.turns import Turns
 from steps import (
     Make,
     ParkAll,

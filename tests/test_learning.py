@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import outgrow
-from outgrow.kinds import StepKind
-from outgrow.learning import Planner, lost_to_moves
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import auto, find
 from outgrow.runtime.care import OpNeeds
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.tiers.ram import Ram
+from outgrow.session.kind import StepKind
+from outgrow.session.learning import Planner, lost_to_moves
 from outgrow.tracing.ir import Fit, Kind, Phase
 from outgrow.tracing.ops import facts_of
 from steps import rise_of

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import outgrow
-from outgrow.kinds import Kinds, StepKind
 from outgrow.planning.agenda import ops_to_see
 from outgrow.planning.floor import least_for_cache
 from outgrow.planning.plan import Plan, make_plan
@@ -26,6 +25,8 @@ from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recompute import Recomputer
+from outgrow.session.kind import StepKind
+from outgrow.session.kinds import Kinds
 from outgrow.tracing.ir import Fit, Trace
 from outgrow.tracing.liveness import plain_profile
 from steps import (

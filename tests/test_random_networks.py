@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import outgrow
-import outgrow.session
+import outgrow.session.recorded
 from outgrow.planning.floor import needed_curve
 from outgrow.planning.problem import Problem
 from outgrow.tracing.liveness import plain_profile
@@ -29,7 +29,7 @@ STEPS = 4
 def known_machine() -> Iterator[None]:
     """The plans are random: sessions need not measure the machine for them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outgrow.session, "this_machine", lambda _: HARDWARE)
+        patch.setattr(outgrow.session.recorded, "this_machine", lambda _: HARDWARE)
         yield
 
 

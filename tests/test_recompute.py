@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import outgrow
 from outgrow.errors import BudgetTooSmall
-from outgrow.kinds import StepKind
 from outgrow.planning.plan import Plan, Replay, make_plan
 from outgrow.planning.prefetch import with_prefetch
 from outgrow.planning.problem import Problem
@@ -24,6 +23,7 @@ from outgrow.runtime.dice import Dice
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recipes import Recipe
+from outgrow.session.kind import StepKind
 from steps import RecomputeAll, digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")

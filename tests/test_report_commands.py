@@ -346,11 +346,11 @@ def test_recording_and_planning_are_logged_once_each(caplog: pytest.LogCaptureFi
                 training.step(k)
     first, second, third, *rest = messages(caplog)
     assert re.fullmatch(
-        r"outgrow.session: recorded a new kind of step: \d+ ops, \d+ saved tensors, peak .* MiB", first
+        r"outgrow.session.recorded: recorded a new kind of step: \d+ ops, \d+ saved tensors, peak .* MiB", first
     )
-    assert second.startswith("outgrow.session: planned: vdnn-all, predicted peak ")
+    assert second.startswith("outgrow.session.recorded: planned: vdnn-all, predicted peak ")
     assert re.search(r"; planning took [\d.]+ m?s$", second)
-    assert third.startswith("outgrow.session: re-planned, as the step had not settled yet: vdnn-all")
+    assert third.startswith("outgrow.session.recorded: re-planned, as the step had not settled yet: vdnn-all")
     assert rest == []
 
 

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 import outgrow
 import steps
 from outgrow import SpillError, TraceMismatch
-from outgrow.kinds import StepKind
 from outgrow.planning.floor import least_budget
 from outgrow.planning.parks import gaps, park, parks_for, sources_of_gradient
 from outgrow.planning.plan import Plan, make_plan
@@ -30,6 +29,7 @@ from outgrow.planning.problem import Problem
 from outgrow.runtime import fastpath, remake
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.tiers.disk import Slot, SpillFile
+from outgrow.session.kind import StepKind
 from outgrow.tracing.capture import training_state
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import StorageRecord

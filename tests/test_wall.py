@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 import outgrow
 from conftest import RunChild
-from outgrow.learning import Planner
 from outgrow.planning.plan import Plan
 from outgrow.planning.problem import Problem
 from outgrow.runtime.care import OpNeeds
@@ -28,6 +27,7 @@ from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.threads import run_on_new_thread
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.reserve import Reserve
+from outgrow.session.learning import Planner
 from outgrow.tracing.ops import facts_of
 from steps import digest
 

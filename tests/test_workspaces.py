@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import outgrow
-import outgrow.session
+import outgrow.session.session
 from cases import training_of
 from outgrow.cli.main import run
 from outgrow.cost.estimate import op_seconds
@@ -323,7 +323,7 @@ def on_gpu(fakes: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch) -> Fake
     """Sessions stand on the engine of CUDA, and cuDNN is refused memory wherever it looks for an algorithm."""
     made = fakes(luck=0.0)
     monkeypatch.setattr("test_cuda_session.CountedRam", Watched)
-    monkeypatch.setattr(outgrow.session, "workspace_of", lambda device, workspace: find_workspace(workspace))
+    monkeypatch.setattr(outgrow.session.session, "workspace_of", lambda device, workspace: find_workspace(workspace))
     usual = Calls._measured_call
 
     def refusing(calls: Calls, func: Any, *rest: Any) -> Any:

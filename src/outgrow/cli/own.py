@@ -25,9 +25,9 @@ from outgrow.cli.train import fingerprint, make_progress, open_session, result_o
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.workspaces import Workspace, find_workspace
 from outgrow.errors import OutgrowError
-from outgrow.opening import refuse_what_is_neither
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find as find_policy
+from outgrow.session.opening import refuse_what_is_neither
 from outgrow.tracing.capture import as_sequence
 from outgrow.tracing.ir import Trace
 

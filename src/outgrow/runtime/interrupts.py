@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# Code that keeps books: beneath it nobody is interrupted.
-_OURS = ("outgrow.runtime.", "outgrow.tracing.", "outgrow.session", "outgrow.kinds")
+# Code that keeps books: beneath it nobody is interrupted. Planning keeps none.
+_OURS = ("outgrow.runtime.", "outgrow.tracing.", "outgrow.session.session", "outgrow.session.kind")
 # Those by which programs are ended, timed, or told that they will be ended.
 _SIGNALS = tuple(
     map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2))

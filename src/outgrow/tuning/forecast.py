@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
-from outgrow.learning import Planner
 from outgrow.planning.floor import Floor, least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import find
 from outgrow.planning.problem import Problem
 from outgrow.runtime.tiers.ram import Ram
+from outgrow.session.learning import Planner
 from outgrow.tracing.ir import Kind, Phase, Trace
 from outgrow.tracing.liveness import plain_profile
 from outgrow.tuning.answer import Candidate

@@ -9,7 +9,6 @@ from dataclasses import replace
 from statistics import median
 
 from outgrow.cost.hardware import Hardware
-from outgrow.kinds import MUCH_SMALLER, SEARCH_TOLERANCE, TIMED_STEPS, StepKind
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.policies.auto import Auto
@@ -18,6 +17,7 @@ from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.tiers.memory import DeviceMemory
+from outgrow.session.kind import MUCH_SMALLER, SEARCH_TOLERANCE, TIMED_STEPS, StepKind
 from outgrow.tracing.ir import Fit
 from outgrow.units import format_bytes, format_seconds
 
@@ -157,7 +157,7 @@ class Planner:
         is_slow = then.step_seconds > now.simulate().step_seconds * _MOST_FOR_ROOM
         if is_slow or not then.feasible or (other.offloads, other.recomputes) == (now.offloads, now.recomputes):
             return False
-        kind.turn_to(other)
+        kind.go_by(other)
         kind.room_bytes = room
         _LOG.info("re-planned, as the allocator kept giving memory back: %s", in_a_line(other, kind.plan_seconds))
         return True
@@ -204,7 +204,7 @@ class Planner:
         if not then.feasible or then.step_seconds > now.step_seconds * _WORTH_CHANGING:
             kind.tolerance *= 2
             return False
-        kind.turn_to(other)
+        kind.go_by(other)
         is_said = format_seconds(now.step_seconds)
         _LOG.info("re-planned, as steps take %s by now: %s", is_said, in_a_line(other, kind.plan_seconds))
         return True

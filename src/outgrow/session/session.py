@@ -11,32 +11,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, ParamSpec, TypeVar
 
 import torch
 
-from outgrow.cost.hardware import Hardware
-from outgrow.cost.measure import this_gpu, this_machine
 from outgrow.errors import BudgetTooSmall, OutgrowError, SessionError
-from outgrow.kinds import Kinds, StepKind
-from outgrow.learning import Planner, in_a_line, lost_to_moves
-from outgrow.opening import (
-    device_of,
-    host_bytes_of,
-    memory_of,
-    policy_of,
-    refuse_foreign_plan,
-    refuse_what_is_neither,
-    workspace_of,
-)
-from outgrow.parallel import Wrappers, refuse_sharded
-from outgrow.planning.floor import least_budget
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
-from outgrow.planning.problem import LEAST_MOVED_BYTES, Problem
+from outgrow.planning.problem import LEAST_MOVED_BYTES
 from outgrow.reporting.page import write_report
 from outgrow.reporting.subject import Subject
 from outgrow.runtime.backend import open_backend
@@ -49,21 +33,30 @@ from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.updates import FirstUpdates
+from outgrow.session.kind import StepKind
+from outgrow.session.kinds import Kinds
+from outgrow.session.learning import Planner, lost_to_moves
+from outgrow.session.opening import (
+    device_of,
+    host_bytes_of,
+    memory_of,
+    policy_of,
+    refuse_foreign_plan,
+    refuse_what_is_neither,
+    workspace_of,
+)
+from outgrow.session.parallel import refuse_sharded
+from outgrow.session.recorded import JITTER_SHARE, LEAST_BASE_BYTES, Recorded
+from outgrow.session.state import TrainingState
 from outgrow.summary import Summary
-from outgrow.tracing.capture import as_sequence, storage_kinds, training_state
+from outgrow.tracing.capture import as_sequence
 from outgrow.tracing.compiled import compiled_modules
-from outgrow.tracing.ir import Fit, Kind, Trace
+from outgrow.tracing.ir import Fit
 from outgrow.tracing.ledger import Ledger
-from outgrow.tracing.liveness import with_lasting_state
 from outgrow.tracing.recorder import ModuleNames, Recorder
-from outgrow.units import format_bytes, parse_bytes
+from outgrow.units import parse_bytes
 
 _LOG = logging.getLogger(__name__)
-# What a step makes to last beyond what its trace shows; less than this may be anything's.
-_LEAST_BASE_BYTES = 4096
-# What an allocator that is counted may have given out more than in the step before, as a share of the budget: blocks
-# are rounded up, and which ones were free is not the same twice.
-_JITTER_SHARE = 64
 # Summaries that are remembered: of a long training the last ones are what is looked at.
 _MOST_SUMMARIES = 1000
 
@@ -138,11 +131,10 @@ class Session:
             UnsupportedModel: the model is sharded over processes (`fully_shard`, `FullyShardedDataParallel`).
         """
         self._closed = True  # until everything below has worked
-        self._models = as_sequence(model)
-        self._optimizers = as_sequence(optimizer)
-        refuse_what_is_neither(self._models if model is not None else (None,), self._optimizers)
-        refuse_sharded(self._models)
-        self._device = device_of(self._models)
+        models, optimizers = as_sequence(model), as_sequence(optimizer)
+        refuse_what_is_neither(models if model is not None else (None,), optimizers)
+        refuse_sharded(models)
+        self._device = device_of(models)
         if least_moved_bytes < 1:
             raise SessionError(f"least_moved_bytes is {least_moved_bytes}: it must be 1 or more")
         kind_of_workspace = workspace_of(self._device, workspace)
@@ -150,13 +142,12 @@ class Session:
         self.budget_bytes = parse_bytes(budget, total_bytes=memory_of(self._device))
         refuse_foreign_plan(plan, self.budget_bytes, self._device)
         self._policy = policy_of(policy)
-        self._refuse_second_session()
         self._ledger = Ledger(self._device.type, self._device.index)
-        kinds = storage_kinds(self._ledger, self._models, self._optimizers)
-        self._wrappers = Wrappers(self._models)
+        self._state = TrainingState(models, optimizers, self._ledger)
+        self._refuse_second_session()
         if self._device.type == "cpu":  # elsewhere the allocator is asked, and knows of them
-            self._ledger.hide(self._hidden_bucket_bytes())
-        self._refuse_hopeless_budget(kinds)
+            self._ledger.hide(self._state.hidden_bucket_bytes())
+        self._state.refuse_hopeless_budget(self.budget_bytes)
         self._least_moved = least_moved_bytes
         self._spill = SpillFile(spill_dir, allow_tmpfs=allow_tmpfs)
         try:
@@ -180,8 +171,8 @@ class Session:
             backend.fast_path,
             self._interrupts,
         )
-        self._kinds = Kinds(self._wrappers.syncs(), self._pool.make_way)
-        compiled = compiled_modules(self._models)
+        self._kinds = Kinds(self._state.wrappers.syncs(), self._pool.make_way)
+        compiled = compiled_modules(models)
         self._executor = Executor(
             self._ledger,
             self._pool,
@@ -190,7 +181,7 @@ class Session:
             self.budget_bytes,
             least_moved_bytes,
             _weakly(self._too_small),
-            _weakly(self._gradients),
+            _weakly(self._state.gradients),
             self._kinds,
             backend.clock,
             convolutions,
@@ -198,7 +189,18 @@ class Session:
             compiled,
             self._interrupts,
         )
-        self._hardware: Hardware | None = None
+        self._recorded = Recorded(
+            self.budget_bytes,
+            self._device,
+            self._kinds,
+            self._planner,
+            self._ledger,
+            self._pool,
+            self._copies,
+            self._memory,
+            self._interrupts,
+            least_moved_bytes,
+        )
         if plan is not None and compiled and (plan.parks or plan.reuses):
             _LOG.info("the plan is for the model as it was before it was compiled: the first step is recorded")
         elif plan is not None:
@@ -259,10 +261,10 @@ class Session:
         plan = self.plan
         if plan is None:
             raise SessionError("there is no plan to report on yet: run a step inside `with session.step():` first")
-        names = ", ".join(type(model).__name__ for model in self._models)
+        names = ", ".join(type(model).__name__ for model in self._state.models)
         settings = {
             "model": names,
-            "optimizer": ", ".join(type(item).__name__ for item in self._optimizers) or "none",
+            "optimizer": ", ".join(type(item).__name__ for item in self._state.optimizers) or "none",
         }
         first = self._kinds.steps - len(history) + 1
         subject = Subject(title or names, plan, history, first, settings, self.budget_bytes)
@@ -350,21 +352,21 @@ class Session:
 
     def _open_step(self) -> None:
         self._executor.come_here()
-        self._layouts = self._wrappers.layouts()
-        kind = self._kinds.begin(self._wrappers.syncs(), self._ledger.live_bytes)
+        self._layouts = self._state.wrappers.layouts()
+        kind = self._kinds.begin(self._state.wrappers.syncs(), self._ledger.live_bytes)
         plan = None if kind is None else kind.plan
         if plan is not None and plan.spill_bytes:
             self._pool.make_way(plan.spill_bytes)
-        kinds = storage_kinds(self._ledger, self._models, self._optimizers)
+        kinds = self._state.kinds()
         records = self._kinds.should_record
-        self._recorder = Recorder(self._ledger, ModuleNames(self._models), kinds) if records else None
+        self._recorder = Recorder(self._ledger, ModuleNames(self._state.models), kinds) if records else None
         watch = records or plan is None or self._wary or self._watches_all or plan.needs_watch
         # What the plan knows nothing of may take its room; graphs of earlier steps have to leave for it.
         watch = watch or self._is_fuller_than(plan) or any(True for _ in self._pool.spare())
         watch = watch or self._kinds.come_in_no_order  # what goes by another plan later has its ops pass then, too
         verdicts = Verdicts() if kind is None else kind.verdicts
         if self._recorder is not None:
-            self._recorder.start(tensor for tensor, _ in training_state(self._models, self._optimizers))
+            self._recorder.start(self._state.tensors())
         self._executor.begin(
             plan,
             verdicts,
@@ -435,9 +437,11 @@ class Session:
         came = expected if outcome.followed else None
         if recorder is not None and not is_known_well:
             start = time.perf_counter()
-            kinds = storage_kinds(self._ledger, self._models, self._optimizers)
+            kinds = self._state.kinds()
+            is_laid_out = self._state.wrappers.layouts() == self._layouts
             with self._where_memory_allows():
-                came = self._learn(outcome, recorder.finish(kinds, self._device.type, measured=True))
+                trace = recorder.finish(kinds, self._device.type, measured=True)
+                came = self._recorded.learn(outcome, trace, self._planned_budget, is_laid_out=is_laid_out)
             self._recording_seconds = outcome.seconds + time.perf_counter() - start
         elif not outcome.followed:
             came = self._kinds.departed(outcome.packs)
@@ -462,7 +466,7 @@ class Session:
         may_adapt = may_adapt and adapt and plan is not None
         if may_adapt and kind is not None and kind.plan is plan and (kind.steady or not is_late):
             with self._where_memory_allows():
-                hardware = self._measured_hardware()
+                hardware = self._recorded.hardware()
                 changed = self._planner.compare(kind, outcome, hardware, self._planned_budget)
                 if not changed and self._planner.wants_room(kind, outcome):
                     changed = self._planner.leave_room(kind, self._planned_budget)
@@ -474,7 +478,7 @@ class Session:
     def _judge_other_size(self, kind: StepKind, outcome: StepOutcome, *, adapt: bool) -> None:
         """The last step went by the plan of a kind, but for its sizes."""
         with self._where_memory_allows():
-            hardware = self._measured_hardware()
+            hardware = self._recorded.hardware()
             if outcome.fit is Fit.SMALLER:
                 lost = lost_to_moves(outcome, kind.plan, hardware)
                 self._kinds.fared(kind, outcome.packs, lost / self._recording_seconds)
@@ -495,105 +499,12 @@ class Session:
             self._memory.relieve()
             _LOG.warning("no memory to plan with, so plans stay as they are: %s", error)
 
-    def _learn(self, outcome: StepOutcome, trace: Trace) -> StepKind:
-        """A step was recorded: remember its kind, which is returned, and plan for it."""
-        start = time.perf_counter()
-        trace = with_lasting_state(trace)
-        known = self._kinds.known(trace)
-        # What is of the expected kind and departed all the same has changed where nothing that is saved shows it.
-        if known is not None and known.steady and (known is not self._kinds.expected or not known.departed()):
-            self._kinds.learnt(known)
-            return known
-        like = [] if known is not None else self._kinds.like(trace)
-        covering = self._kinds.covering(trace, like)
-        if covering is not None:
-            self._kinds.learnt(covering)
-            return covering
-        # What else was made in this step and stays is there from now on.
-        base = max(0, self._ledger.live_bytes - trace.resident_bytes(-1) - self._passing_bytes(trace))
-        # Blocks in use are larger than what lies in them, never by quite as much.
-        jitter = self.budget_bytes // _JITTER_SHARE if self._memory.is_counted else 0
-        # A program that keeps something of each step until the next one has as much there all the time.
-        usual = _LEAST_BASE_BYTES if known is None else max(_LEAST_BASE_BYTES, known.plan.problem.base_bytes)
-        steady = known is not None and base <= usual + jitter and not outcome.blind
-        is_for_many = bool(like) and self._kinds.are_ragged  # it may never come again, and smaller ones will
-        # The step in which gradients are laid out anew runs ops that no other step does.
-        steady = steady and self._wrappers.layouts() == self._layouts
-        planned_budget = self._planned_budget - (0 if known is None else known.room_bytes)
-        problem = Problem(trace, self._measured_hardware(), planned_budget, base, self._least_moved)
-        comes_again = known is not None or self._kinds.come_again
-        is_planned = comes_again or is_for_many or not self._planner.searches
-        with self._interrupts.let_in():
-            if is_planned:
-                # What is new is planned for again, when it comes again or others went by its plan.
-                plan = self._planner.plan(problem, at_once=known is None)
-            else:
-                plan = self._planner.without_search(problem)
-        did_fit = outcome.knows_peak and outcome.peak_bytes <= self.budget_bytes
-        if not plan.evicts or (steady and not did_fit):
-            self._refuse_what_cannot_fit(plan)
-        seconds = time.perf_counter() - start
-        if known is None:
-            known = StepKind(
-                trace.packs,
-                plan,
-                steady,
-                outcome.peak_bytes,
-                seconds,
-                is_planned=is_planned,
-                is_resized=bool(like),
-                is_rough=is_planned,
-                syncs=self._kinds.syncs,
-            )
-            sizes = (len(trace.ops), len(trace.saved), format_bytes(outcome.peak_bytes))
-            _LOG.info("recorded a new kind of step: %d ops, %d saved tensors, peak %s", *sizes)
-            if is_planned:
-                _LOG.info("planned: %s", in_a_line(plan, seconds))
-            else:
-                _LOG.info("as the last kinds of step never came again, this one is planned for when it does")
-        else:
-            why = "its plan had proved wrong" if known.recordings else "the step had not settled yet"
-            known.learn(plan, steady=steady, measured_peak=outcome.peak_bytes, plan_seconds=seconds)
-            self._replans += 1
-            _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
-        self._kinds.learnt(known)
-        return known
-
     def _is_fuller_than(self, plan: Plan | None) -> bool:
         """Whether more is there as a step begins than its plan reckons with."""
         if plan is None:
             return True
         foreseen = plan.problem.trace.bytes_before + plan.problem.base_bytes
-        return self._ledger.live_bytes > foreseen + max(_LEAST_BASE_BYTES, self.budget_bytes // _JITTER_SHARE)
-
-    def _passing_bytes(self, trace: Trace) -> int:
-        """Bytes of what the step of a trace made that is still there, and will not be there all the time.
-
-        Gradients: the next step makes them anew, or finds them and is another one than this, as programs clear them
-        when they like. And graphs that the program keeps: they leave where their room is needed.
-        """
-        births = trace.storage_births
-        made = {value.storage for value in trace.values if value.kind is Kind.GRADIENT and births[value.storage] >= 0}
-        new = sum(record.nbytes for record in self._ledger.alive() if record.serial in made)
-        before = [value for value in trace.values if value.birth < 0]
-        old = sum(value.nbytes for value in before if value.kind is Kind.GRADIENT and value.death < len(trace.ops))
-        known = {value.storage for value in before}
-        spare = sum(record.nbytes for record in self._pool.spare() if record.serial not in known)
-        return max(0, new - old) + spare
-
-    def _measured_hardware(self) -> Hardware:
-        """This machine, with the speeds of copies as those of the session were measured so far."""
-        if self._hardware is None:
-            spare = max(0, self.budget_bytes - self._ledger.live_bytes)
-            self._hardware = this_machine(spare) if self._device.type == "cpu" else this_gpu(self._device, spare)
-        out, back, usual = self._copies.out, self._copies.back, self._hardware
-        cost = out.cost_per_byte() or usual.copy_cost_seconds_per_byte
-        return replace(
-            usual,
-            copy_out_bandwidth=out.bandwidth() or usual.copy_out_bandwidth,
-            copy_in_bandwidth=back.bandwidth() or usual.copy_in_bandwidth,
-            copy_cost_seconds_per_byte=(cost + (back.cost_per_byte() or cost)) / 2,
-        )
+        return self._ledger.live_bytes > foreseen + max(LEAST_BASE_BYTES, self.budget_bytes // JITTER_SHARE)
 
     def _summarise(self, kind: StepKind | None, plan: Plan | None, outcome: StepOutcome) -> None:
         """`kind` is what the step was expected to be, `plan` its plan then if the step followed that."""
@@ -615,79 +526,30 @@ class Session:
             recompute_seconds=outcome.recompute_seconds,
             plan_seconds=0.0 if self._kinds.expected is None else self._kinds.expected.plan_seconds,
             oom_retries=self._oom_retries,
-            replans=self._replans,
+            replans=self._replans + self._recorded.replans,
         )
         self._history.append(summary)
-
-    def _hidden_bucket_bytes(self) -> int:
-        """Bytes of buckets that gradients are collected in and that no gradient shows yet."""
-        in_buckets = self._wrappers.parameters_with_buckets()
-        parameters = (item for model in self._models for item in model.parameters() if id(item) in in_buckets)
-        storages = [item.grad.untyped_storage() for item in parameters if item.grad is not None]
-        shown: dict[int, int] = {storage._cdata: storage.nbytes() for storage in storages}
-        return max(0, self._wrappers.bucket_bytes() - sum(shown.values()))
 
     # --- refusals ---
 
     def _refuse_second_session(self) -> None:
-        mine = _parameters_of(self)
+        mine = self._state.parameters().keys()
 
         def is_open() -> bool:
-            return any(mine & _parameters_of(other) for other in Session._open)
+            return any(mine & other._state.parameters().keys() for other in Session._open)
 
         if is_open():
             gc.collect()  # nobody may hold that session any more
         if is_open():
             raise SessionError("another session is open over this model: close it first")
 
-    def _refuse_hopeless_budget(self, kinds: dict[int, Kind]) -> None:
-        """Parameters, and a gradient for each that is trained, are alive together whatever the plan."""
-        in_buckets = self._wrappers.parameters_with_buckets()
-        parameters = {id(item): item for model in self._models for item in model.parameters()}.values()
-        gradients = sum(
-            item.numel() * item.element_size()
-            for item in parameters
-            if item.requires_grad and item.grad is None and id(item) not in in_buckets
-        )
-        needed = self._ledger.live_bytes + gradients
-        if needed > self.budget_bytes:
-            holders = {"training state": self._ledger.live_bytes, "gradients": gradients}
-            raise BudgetTooSmall(self.budget_bytes, needed, holders, exact=False)
-
-    def _refuse_what_cannot_fit(self, plan: Plan) -> None:
-        if plan.simulate().feasible:
-            return
-        if not plan.evicts:
-            peak = plan.simulate().peak_bytes
-            if peak > self.budget_bytes:
-                raise BudgetTooSmall(self.budget_bytes, peak, {"the plain step": peak})
-            return
-        floor = least_budget(plan.problem)
-        if floor.bytes > self.budget_bytes:
-            where = plan.problem.trace.describe_op(floor.op)
-            raise BudgetTooSmall(self.budget_bytes, floor.bytes, floor.holders, where)
-
     def _too_small(self, needed: int, where: str) -> Exception:
-        holders: dict[str, int] = {}
-        kinds = storage_kinds(self._ledger, self._models, self._optimizers)
-        sizes = {}
-        for tensor, _ in training_state(self._models, self._optimizers):
-            record = self._ledger.see(tensor)
-            if record is not None:
-                sizes[record.serial] = record.nbytes
-        for serial, size in sizes.items():
-            name = kinds[serial].value
-            holders[name] = holders.get(name, 0) + size
+        holders = self._state.holders()
         saved = sum(entry.nbytes for entry in self._pool.entries() if entry.storage is not None)
         holders["saved values in use"] = saved
-        holders["buckets of gradients"] = self._hidden_bucket_bytes()
+        holders["buckets of gradients"] = self._state.hidden_bucket_bytes()
         holders["other tensors and this op"] = max(0, needed - sum(holders.values()))
         return BudgetTooSmall(self.budget_bytes, needed, holders, where, exact=False)
-
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        for tensor, kind in training_state(self._models, self._optimizers):
-            if kind is Kind.GRADIENT:
-                yield tensor
 
 
 class Step:
@@ -716,7 +578,3 @@ def _weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
         return strong(*args, **kwargs)
 
     return call
-
-
-def _parameters_of(session: Session) -> set[int]:
-    return {id(parameter) for model in session._models for parameter in model.parameters()}

@@ -1,0 +1,84 @@
+"""The training state of a session: its models and optimizers, and what of theirs is on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from outgrow.errors import BudgetTooSmall
+from outgrow.session.parallel import Wrappers
+from outgrow.tracing.capture import storage_kinds, training_state
+from outgrow.tracing.ir import Kind
+from outgrow.tracing.ledger import Ledger
+
+
+class TrainingState:
+    """What stays from step to step, as it is at the moment: programs exchange and add some of it as they like.
+
+    Attributes:
+        models: those of the session, `optimizers` theirs, and `wrappers` the data-parallel ones among the models.
+    """
+
+    def __init__(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], ledger: Ledger
+    ) -> None:
+        """`ledger` counts the session's live bytes."""
+        self.models = models
+        self.optimizers = optimizers
+        self.wrappers = Wrappers(models)
+        self._ledger = ledger
+
+    def kinds(self) -> dict[int, Kind]:
+        """What each storage of it is, by serial number in the ledger."""
+        return storage_kinds(self._ledger, self.models, self.optimizers)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All of it; what is shared comes more than once."""
+        return (tensor for tensor, _ in training_state(self.models, self.optimizers))
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The gradients that there are now."""
+        state = training_state(self.models, self.optimizers)
+        return (tensor for tensor, kind in state if kind is Kind.GRADIENT)
+
+    def parameters(self) -> dict[int, torch.nn.Parameter]:
+        """The models' parameters by `id`."""
+        return {id(item): item for model in self.models for item in model.parameters()}
+
+    def hidden_bucket_bytes(self) -> int:
+        """Bytes of buckets that gradients are collected in and that no gradient shows yet."""
+        in_buckets = self.wrappers.parameters_with_buckets()
+        gradients = (item.grad for number, item in self.parameters().items() if number in in_buckets)
+        storages = [gradient.untyped_storage() for gradient in gradients if gradient is not None]
+        shown: dict[int, int] = {storage._cdata: storage.nbytes() for storage in storages}
+        return max(0, self.wrappers.bucket_bytes() - sum(shown.values()))
+
+    def holders(self) -> dict[str, int]:
+        """Bytes of what is on the device, by kind in words."""
+        kinds, found = self.kinds(), dict[str, int]()
+        records = {record.serial: record for tensor in self.tensors() if (record := self._ledger.see(tensor))}
+        for serial, record in records.items():
+            name = kinds[serial].value
+            found[name] = found.get(name, 0) + record.nbytes
+        return found
+
+    def refuse_hopeless_budget(self, budget_bytes: int) -> None:
+        """Refuse a budget before the first step that no plan could keep.
+
+        Parameters, and a gradient for each that is trained, are alive together whatever the plan.
+
+        Raises:
+            BudgetTooSmall: it does not hold even these.
+        """
+        self.kinds()  # has the ledger see all of it
+        in_buckets = self.wrappers.parameters_with_buckets()
+        gradients = sum(
+            item.numel() * item.element_size()
+            for number, item in self.parameters().items()
+            if item.requires_grad and item.grad is None and number not in in_buckets
+        )
+        needed = self._ledger.live_bytes + gradients
+        if needed > budget_bytes:
+            holders = {"training state": self._ledger.live_bytes, "gradients": gradients}
+            raise BudgetTooSmall(budget_bytes, needed, holders, exact=False)
