@@ -268,7 +268,7 @@ def replaced_by(path: str, flags: int, folder: Path) -> Iterator[None]:
 
 
 def wait_for_copies(session: outgrow.Session) -> None:
-    while not all(copy.done for copy, _, _ in session._pool._leaving):
+    while not all(copy.done for copy, _, _ in session._pool._leaving._copies):
         time.sleep(0.01)
 
 

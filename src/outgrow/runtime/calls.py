@@ -52,7 +52,7 @@ class Calls:
 
     def unsaid_refusals(self) -> int:
         """How often in this step a library was refused memory, told nobody and did something else."""
-        return max(0, self._refusals + self._memory.refusals() - self._pool.faults)
+        return max(0, self._refusals + self._memory.refusals() - self._pool.page_faults.count)
 
     def wants_gate(self, facts: OpFacts) -> bool:
         """Whether an op may give other bits where it is refused a workspace."""
@@ -67,7 +67,7 @@ class Calls:
         """
         call: _RunOp = _run_here if need.measured else self._measured_call
         if self._memory.is_counted:
-            self._pool.mind_bounds()
+            self._pool.page_faults.mind_bounds()
             call = self._bounded(call, facts, need)
         func = self._convolutions.instead_of(func, facts)
         # What it drew before memory ran out it must draw again.
@@ -88,17 +88,17 @@ class Calls:
                 if _spoils_thread(error) and call is not _run_elsewhere:
                     call = _run_elsewhere
                 else:
-                    self._pool.page_fault(error, need.likely_bytes, facts.name, need.certain_bytes)
+                    self._pool.page_faults.meet(error, need.likely_bytes, facts.name, need.certain_bytes)
             if dice is not None:
                 dice.put_back()
 
     def _gather(self, error: Scattered, facts: OpFacts, need: Need) -> None:
         """Have saved values leave for what is free between them; the wall gives way where none can."""
-        if self._pool.thin_out(need.likely_bytes, is_fault=self._is_planned):
+        if self._pool.page_faults.thin_out(need.likely_bytes, is_fault=self._is_planned):
             self._refusals += self._is_planned  # a fault that no library knows of
         elif not self._memory.stretch(need.certain_bytes):
             self._refusals += 1
-            self._pool.page_fault(error, need.likely_bytes, facts.name, need.certain_bytes)
+            self._pool.page_faults.meet(error, need.likely_bytes, facts.name, need.certain_bytes)
 
     def _bounded(self, call: _RunOp, facts: OpFacts, need: Need) -> _RunOp:
         """What calls an op with as much memory as it may have of an allocator that counts."""
@@ -123,7 +123,7 @@ class Calls:
                 self._memory.reserve(anew=not need.seen)
                 break
             except MemoryError as error:
-                self._pool.page_fault(error, need.likely_bytes, facts.name)
+                self._pool.page_faults.meet(error, need.likely_bytes, facts.name)
 
     def _measured_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
         if not (is_profiled() and self._fast.counts_blocks):

@@ -285,7 +285,7 @@ class Executor:
             self._reset(None)
             raise
         unsaid = self._calls.unsaid_refusals() if self._memory.is_counted else 0
-        if self._follower.done and self._follower.fit is Fit.EXACT and not (self._pool.faults or unsaid):
+        if self._follower.done and self._follower.fit is Fit.EXACT and not (self._pool.page_faults.count or unsaid):
             self._last = self._follower.plan
         self._close_stack()
         proved = self._recomputer.proofs + self._parking.proofs > 0
@@ -300,15 +300,15 @@ class Executor:
             recomputed_bytes=self._recomputer.nbytes + self._parking.remade_nbytes,
             # Of saved values: what is parked may never have been saved, and is back before it would be missed.
             kept_bytes=max(0, saved - self._pool.planned_bytes - self._pool.evicted_bytes - self._recomputer.nbytes),
-            oom_retries=self._pool.faults + unsaid,
-            fault_level=self._pool.fault_level or (current.peak_bytes if unsaid else 0),
+            oom_retries=self._pool.page_faults.count + unsaid,
+            fault_level=self._pool.page_faults.level or (current.peak_bytes if unsaid else 0),
             knows_peak=knows_peak,
             blind=current.is_blind,
             followed=self._follower.done,
             fit=self._follower.fit,
             proved=proved,
             unseen=self._course.unseen,
-            fits=self._demand.on and not (self._demand.nbytes or self._pool.faults or proved),
+            fits=self._demand.on and not (self._demand.nbytes or self._pool.page_faults.count or proved),
             packs=tuple(self._hooks.packs),
             leaving_bytes=current.leaving_at_peak,
             gave_back=self._memory.gave_back,
@@ -322,7 +322,7 @@ class Executor:
     def _close_stack(self) -> None:
         """Take hooks and mode off."""
         assert self._stack is not None
-        self._fast.end(followed=self._follower.done and not self._pool.faults)
+        self._fast.end(followed=self._follower.done and not self._pool.page_faults.count)
         self._course.end()
         self._stack.close()
         self._stack = None

@@ -463,7 +463,7 @@ class Parking:
                     raise
                 if not may_evict:
                     raise DeviceOutOfMemory("no memory for a parked value that was to come back") from error
-                self._pool.page_fault(error, parked.nbytes, "a parked value on its way back")
+                self._pool.page_faults.meet(error, parked.nbytes, "a parked value on its way back")
         self._ledger.see_storage(storage)
         self._filling = parked
         try:

@@ -6,10 +6,8 @@ sends the least recently used away when an allocation would not fit.
 
 from __future__ import annotations
 
-import logging
 import time
-from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -17,27 +15,24 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from outgrow.errors import DeviceOutOfMemory, OutgrowError
-from outgrow.planning.plan import Replay, slot_bytes
+from outgrow.planning.plan import Replay
 from outgrow.planning.recipes import burst
 from outgrow.runtime.copies.copy import Copies, Copy
+from outgrow.runtime.departures import Departures
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.interrupts import Interrupts
+from outgrow.runtime.page_faults import PageFaults
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.tiers.place import Place, Places
+from outgrow.runtime.tiers.planned import PlannedPlaces
+from outgrow.runtime.whereabouts import Whereabouts
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.units import format_bytes
 
 if TYPE_CHECKING:
     from outgrow.runtime.recipes import Recipe
-
-_LOG = logging.getLogger(__name__)
-
-# Where the allocator refuses memory, this share of what is alive leaves at least: faults should be few.
-_FAULT_SHARE = 8
-# And for what is in use between free memory: so much of the budget.
-_SCATTERED_SHARE = 32
 
 
 class Parked(Protocol):
@@ -72,8 +67,6 @@ class Pool:
 
     Attributes:
         stall_seconds: time for which the computation waited for copies, since `reset_counters`.
-        faults: how often an allocator refused memory since then, and `fault_level` the fewest bytes that were
-            alive when it did; 0 if it never did.
         planned_bytes: bytes that plans sent out since then.
         evicted_bytes: bytes that the cache sent out since then.
         dropped: values that were let go of and will be made anew.
@@ -81,6 +74,7 @@ class Pool:
         unknown: who knows more saved values; set once.
         maker: who makes dropped values anew; set once.
         aim_bytes: what the cache keeps live bytes under where it can: the budget, or somewhat less.
+        page_faults: what becomes of memory that an allocator refuses.
         fast_path: who is told which storages are parked.
     """
 
@@ -101,6 +95,7 @@ class Pool:
         """
         self._interrupts = interrupts or Interrupts()
         self.fast_path = fast_path or FastPath(ledger, budget_bytes, None)
+        self.page_faults = PageFaults(budget_bytes, ledger, memory, self.fast_path, self.evict, self.holdings)
         self._ledger = ledger
         self._budget = budget_bytes
         self.aim_bytes = budget_bytes
@@ -110,14 +105,9 @@ class Pool:
         self._copies = copies
         self._entries: dict[tuple[int, int], Entry] = {}
         self._recent: OrderedDict[Entry, None] = OrderedDict()
-        self._at: dict[int, list[Entry]] = {}  # entries by the serial number of the storage they were last in
-        # Of the next tier: how much is set aside for plans, and where in that values of earlier steps lie that are
-        # nowhere else: where each begins and ends, in bytes, in order.
-        self._set_aside = 0
-        self._occupied: list[tuple[int, int]] = []
-        # Copies out in flight, first in first out, each with the pool's hold on its memory.
-        self._leaving: deque[tuple[Copy, Entry, torch.UntypedStorage]] = deque()
-        self.leaving_bytes = 0  # that copies out hold now; and `most_leaving_bytes` in this step
+        self._whereabouts = Whereabouts(ledger)
+        self._planned = PlannedPlaces(places)
+        self._leaving = Departures()
         self.dropped: set[Entry] = set()
         self.parked: Parked | None = None
         self.unknown: Unknown | None = None
@@ -130,13 +120,23 @@ class Pool:
         """Start counting stalls and bytes anew."""
         self.stall_seconds = 0.0
         self.planned_bytes = self.evicted_bytes = 0
-        self.faults = self.fault_level = 0
-        self.most_leaving_bytes = self.leaving_bytes
+        self.page_faults.reset()
+        self._leaving.reset()
 
     @property
     def budget_bytes(self) -> int:
         """The most that live bytes may reach."""
         return self._budget
+
+    @property
+    def leaving_bytes(self) -> int:
+        """What copies out hold now."""
+        return self._leaving.nbytes
+
+    @property
+    def most_leaving_bytes(self) -> int:
+        """The most that they held since `reset_counters`."""
+        return self._leaving.most_bytes
 
     @property
     def has_entries(self) -> bool:
@@ -158,7 +158,7 @@ class Pool:
         is_new = entry is None
         if entry is None:
             entry = self._entries[key] = Entry(record, tensor.untyped_storage(), tensor._version)
-            self._place(entry)
+            self._whereabouts.put(entry)
         entry.handles += 1
         self._touch(entry)
         if is_new and is_oldest:
@@ -167,7 +167,7 @@ class Pool:
 
     def _returned(self, record: StorageRecord, version: int) -> Entry | None:
         """The entry of a value that came back to this storage, or was made anew: gradients' graphs save it again."""
-        return next((entry for entry in self._at.get(record.serial, ()) if entry.version == version), None)
+        return next((entry for entry in self._whereabouts.at(record) if entry.version == version), None)
 
     def drop(self, entry: Entry) -> None:
         """A saved tensor is gone; with the last one the value leaves the pool."""
@@ -178,7 +178,7 @@ class Pool:
             if entry.handles > 0:
                 continue
             self._entries.pop((entry.serial, entry.version), None)
-            self._forget_place(entry)
+            self._whereabouts.forget(entry)
             if entry.reading is not None and not entry.reading.done:
                 assert entry.storage is not None
                 self._abandoned.append((entry.reading, entry.storage))
@@ -199,7 +199,7 @@ class Pool:
 
     def has_place_in(self, record: StorageRecord) -> bool:
         """Whether a saved value lies, or last lay, in a storage."""
-        return record.serial in self._at
+        return bool(self._whereabouts.at(record))
 
     def has_safe_copy(self, entry: Entry) -> bool:
         """Whether the value is not in memory, or has left for the next tier or is on its way there."""
@@ -212,7 +212,7 @@ class Pool:
 
     def copy_of(self, record: StorageRecord) -> Place | Copy | None:
         """A copy of what a storage holds in the place that the plan gave it: done, under way, or none."""
-        for entry in self._at.get(record.serial, ()):
+        for entry in self._whereabouts.at(record):
             if entry.slot is not None and entry.slot.planned:
                 return entry.slot
             if entry.writing is not None and entry.writing.slot.planned:
@@ -228,19 +228,12 @@ class Pool:
         self._places.release(slot)
 
     def place(self, offset: int, nbytes: int) -> Place:
-        """The place in the next tier that the plan gave a value.
-
-        Another one if that was not set aside, or if a value of an earlier step lies there.
-        """
-        end = offset + slot_bytes(nbytes)
-        after = bisect_right(self._occupied, offset, key=_end_of)
-        if end > self._set_aside or (after < len(self._occupied) and self._occupied[after][0] < end):
-            return self._places.reserve(nbytes)
-        return self._places.planned_slot(offset, nbytes)
+        """The place in the next tier that the plan gave a value, or another one (see `PlannedPlaces.at`)."""
+        return self._planned.at(offset, nbytes)
 
     def is_reading(self, storage: torch.UntypedStorage) -> bool:
         """Whether a copy out is under way that reads this memory."""
-        return any(held is storage and not copy.done for copy, _, held in self._leaving)
+        return self._leaving.is_reading(storage)
 
     def wait_until_read(self, storage: torch.UntypedStorage) -> None:
         """Wait until no copy out reads this memory any more.
@@ -249,8 +242,7 @@ class Pool:
             SpillError: a copy failed. Its value is still in memory.
         """
         while self.is_reading(storage):
-            self.wait_for(self._leaving[0][0])
-            self._land_first()
+            self._wait_for_first()
 
     def is_parked(self, record: StorageRecord) -> bool:
         """Whether a storage is parked, on its way, or back ahead of its use."""
@@ -318,9 +310,7 @@ class Pool:
         assert self.maker is not None, "nothing is dropped before somebody can make it anew"
         storage = self.maker.rebuild(entry)
         entry.storage = storage
-        self._forget_place(entry)
-        entry.record = self._ledger.see_storage(storage)
-        self._place(entry)
+        self._whereabouts.move(entry, storage)
 
     def _keep(self, entry: Entry) -> None:
         """A value that was made anew stays until its own use."""
@@ -356,12 +346,10 @@ class Pool:
                 continue
             self._settle(entry)
             if entry.storage is None:
-                occupied.append((entry.planned_at, entry.planned_at + slot_bytes(entry.nbytes)))
+                occupied.append((entry.planned_at, entry.nbytes))
             else:
                 entry.slot = None
-        self._occupied = sorted(occupied)
-        if not occupied:
-            self._set_aside = self._places.plan_area(spill_bytes)
+        self._planned.set_aside(spill_bytes, occupied)
 
     def _let_go(self, entry: Entry) -> None:
         entry.storage = None
@@ -373,7 +361,7 @@ class Pool:
         Autograd raises when a saved tensor was changed in place; but a write that it does not see (through
         `.data`) changes what a plain backward pass would read, and so it must change what ours reads.
         """
-        for entry in self._at.get(record.serial, ()):
+        for entry in self._whereabouts.at(record):
             storage = record.storage()
             if storage is None:
                 continue
@@ -399,9 +387,7 @@ class Pool:
         slot = self.reserve(entry.nbytes) if offset is None else self.place(offset, entry.nbytes)
         entry.planned_at = -1 if offset is None else offset
         entry.writing = out.submit(slot, entry.storage.data_ptr())
-        self._leaving.append((entry.writing, entry, entry.storage))
-        self.leaving_bytes += entry.nbytes
-        self.most_leaving_bytes = max(self.most_leaving_bytes, self.leaving_bytes)
+        self._leaving.add(entry.writing, entry, entry.storage)
         if offset is None:
             self.evicted_bytes += entry.nbytes
         else:
@@ -413,7 +399,7 @@ class Pool:
         Raises:
             SpillError: a copy failed. Its value is still in memory, and so are all that follow it.
         """
-        while self._leaving and self._leaving[0][0].done:
+        while (first := self._leaving.first) is not None and first.done:
             self._land_first()
         # What is abandoned while this runs (a collector frees a graph) goes to the new list.
         abandoned, self._abandoned = self._abandoned, []
@@ -424,8 +410,7 @@ class Pool:
                 self._abandoned.append((copy, storage))
 
     def _land_first(self) -> None:
-        copy, entry, _ = self._leaving.popleft()
-        self.leaving_bytes -= entry.nbytes
+        copy, entry = self._leaving.land()
         entry.writing = None
         if copy.error is not None or entry.handles == 0:
             self._places.release(copy.slot)
@@ -437,6 +422,12 @@ class Pool:
         # reading it right now, that op holds it, and the pool finds it again by its record: letting go here never
         # frees memory in use.
         self._let_go(entry)
+
+    def _wait_for_first(self) -> None:
+        first = self._leaving.first
+        assert first is not None
+        self.wait_for(first)
+        self._land_first()
 
     def wait_out(self, entry: Entry) -> None:
         """Wait until a value has left."""
@@ -495,7 +486,7 @@ class Pool:
             return None
         self._let_go(entry)
         # Somebody may still hold that memory, an exception's frames for one: it must not be found again.
-        self._forget_place(entry)
+        self._whereabouts.forget(entry)
         entry.record = StorageRecord(entry.record.serial, 0, entry.nbytes)
         return reading
 
@@ -515,9 +506,7 @@ class Pool:
         assert slot is not None, "a value that is away has a slot"
         storage = self._allocate(slot.nbytes, may_evict=may_evict)
         entry.storage = storage
-        self._forget_place(entry)
-        entry.record = self._ledger.see_storage(storage)
-        self._place(entry)
+        self._whereabouts.move(entry, storage)
         entry.reading = self._copies.back.submit(slot, storage.data_ptr())
         self._touch(entry)
         self._arrived(entry)
@@ -527,63 +516,14 @@ class Pool:
             while True:
                 try:
                     storage = self._memory.allocate(nbytes)
-                    self.mind_bounds()
+                    self.page_faults.mind_bounds()
                     return storage
                 except (RuntimeError, MemoryError, OSError) as error:
                     if not is_out_of_memory(error):
                         raise
                     if not may_evict:
                         raise DeviceOutOfMemory("no memory for a saved value that was to come back") from error
-                    self.page_fault(error, nbytes, "a saved value on its way back")
-
-    def page_fault(self, error: BaseException, nbytes: int, what: str, least_bytes: int | None = None) -> None:
-        """The allocator refused `nbytes` to `what`: send something away, so that it can ask again.
-
-        `least_bytes` are those that it needs for certain, where `nbytes` is a guess.
-
-        Raises:
-            DeviceOutOfMemory: nothing is left that could leave.
-        """
-        self._fault(self._ledger.live_bytes)
-        self._memory.relieve()
-        before = self._ledger.live_bytes
-        evicted = self.evict(max(nbytes, before // _FAULT_SHARE))
-        if not evicted and self._memory.stretch(nbytes if least_bytes is None else least_bytes):
-            return
-        if not evicted:
-            raise DeviceOutOfMemory(
-                f"{what} found no memory and nothing is left to evict: {self.holdings()}."
-                f" The allocator said: {str(error).splitlines()[0]}"
-            ) from error
-        left = format_bytes(before - self._ledger.live_bytes)
-        _LOG.info("page fault: %s found no memory for %s, and %s left the device", what, format_bytes(nbytes), left)
-        self._memory.relieve()
-
-    def thin_out(self, nbytes: int, *, is_fault: bool) -> bool:
-        """What is free lies between others, and `nbytes` are wanted in a row: send some away; whether any went.
-
-        Those that come next would find no more, so that more leaves than that. Where it `is_fault`, no plan is to
-        come so near to the budget again.
-        """
-        before = self._ledger.live_bytes
-        has_left = self.evict(max(nbytes, self.budget_bytes // _SCATTERED_SHARE))
-        if has_left and is_fault:
-            self._fault(before)
-        return has_left
-
-    def _fault(self, live_bytes: int) -> None:
-        self.faults += 1
-        self.fault_level = min(self.fault_level or live_bytes, live_bytes)
-        self._go_astray()
-
-    def mind_bounds(self) -> None:
-        """See that a step in which the allocator refuses nothing does not have it hold more and more."""
-        if not self._memory.keeps_bounds():
-            self._go_astray()
-
-    def _go_astray(self) -> None:
-        self._memory.go_astray()
-        self.fast_path.go_astray()
+                    self.page_faults.meet(error, nbytes, "a saved value on its way back")
 
     def make_room(self, need: int) -> bool:
         """Send the least recently used away until `need` more bytes fit what is aimed at; whether they do now."""
@@ -602,9 +542,8 @@ class Pool:
 
     def _send_away(self, nbytes: int) -> bool:
         """Take one step towards `nbytes` of free memory, the quickest there is; False if there is none."""
-        if any(entry.record.other_holders() <= 0 for _, entry, _ in self._leaving):
-            self.wait_for(self._leaving[0][0])
-            self._land_first()
+        if self._leaving.will_free:
+            self._wait_for_first()
             return True
         if self.unknown is not None and self.unknown.foretells and self._start_away(nbytes, but_not_again=True):
             return True
@@ -637,23 +576,6 @@ class Pool:
                 self.start_out(entry)
                 submitted += entry.nbytes
         return submitted > 0 or self._ledger.live_bytes < before
-
-    def _place(self, entry: Entry) -> None:
-        """Note where a value lies."""
-        there = self._at.setdefault(entry.record.serial, [])
-        if not there:
-            self._ledger.follow(entry.record)
-        there.append(entry)
-
-    def _forget_place(self, entry: Entry) -> None:
-        there = self._at.get(entry.record.serial)
-        if there is None:
-            return
-        if entry in there:
-            there.remove(entry)
-        if not there:
-            del self._at[entry.record.serial]
-            self._ledger.unfollow(entry.record)
 
     def _may_leave(self, entry: Entry) -> bool:
         return (
@@ -711,12 +633,10 @@ class Pool:
                     failure = failure or error
         finally:
             self._copies.close()
-            self._leaving.clear()
+            self._leaving.close()
             self._abandoned.clear()
             self._recent.clear()
-            for there in self._at.values():
-                self._ledger.unfollow(there[0].record)
-            self._at.clear()
+            self._whereabouts.close()
             for entry in list(self.dropped):  # could not be made anew
                 self._sources_left(entry)
             self._places.close()
@@ -731,7 +651,3 @@ class Pool:
                 self._start_in(entry, may_evict=False)
         self.wait_in(entry)
         entry.slot = None
-
-
-def _end_of(span: tuple[int, int]) -> int:
-    return span[1]
