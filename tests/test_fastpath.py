@@ -390,7 +390,7 @@ def test_after_a_page_fault_gated_ops_need_care(monkeypatch: pytest.MonkeyPatch)
             with session.step():
                 opened.append(session._pool.fast_path._state.open)
                 if k == STEPS - 1:
-                    monkeypatch.setattr(session._pool, "evict", lambda nbytes: True)
+                    monkeypatch.setattr(session._pool.page_faults, "_evict", lambda nbytes: True)
                     session._pool.page_faults.meet(MemoryError("can't allocate memory"), 0, "a test")
                     assert session._pool.fast_path._state.open == 0
                 training.run(k)

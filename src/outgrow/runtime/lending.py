@@ -27,23 +27,23 @@ class Lending:
         """A step begins. `kinds` has the training state by serial number."""
         self.on = False
         self._kinds = kinds
-        self._lendable: set[int] = {serial for serial, kind in kinds.items() if kind in STATE}
+        self._added: set[int] = set()
         self._gradients: set[int] = set()
 
     def add(self, serials: Iterable[int]) -> None:
         """These storages hold gradients, as it seems: they are training state from now on."""
-        self._lendable.update(serials)
+        self._added.update(serials)
 
     def is_state(self, record: StorageRecord) -> bool:
         """Whether a storage holds training state, or what will be."""
-        return record.serial in self._kinds or record.serial in self._lendable
+        return record.serial in self._kinds or record.serial in self._added
 
     def may_leave(self, record: StorageRecord) -> bool:
         """Whether training state may leave: one tensor alone has it (an array would count as another)."""
         return (
             self.on
             and torch._C._current_graph_task_id() != -1
-            and record.serial in self._lendable
+            and (self._kinds.get(record.serial) in STATE or record.serial in self._added)
             and record.other_holders() <= 1
             and (record.serial in self._kinds or self._is_gradient(record))
         )

@@ -21,6 +21,9 @@ from outgrow.tracing.ops import OpTable, outputs_of, tensors_in
 from outgrow.tracing.probe import measured_call
 from outgrow.tracing.recorder import ModuleNames, Recorder
 
+# What a kind of module may list in a way of its own.
+_LISTINGS = ("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children")
+
 
 class TrainingStep(NamedTuple):
     """A model, its optimizer (or None, or several of either) and a function that runs one step on them.
@@ -99,24 +102,59 @@ def storage_kinds(
 def training_state(
     models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[torch.Tensor, Kind]]:
-    """Every tensor that training keeps from step to step, with its kind."""
+    """Every tensor that training keeps from step to step, once, with its kind."""
+    passed: set[int] = set()
     for model in models:
-        for parameter in model.parameters():
-            yield parameter, Kind.PARAMETER
-            if parameter.grad is not None:
-                yield parameter.grad, Kind.GRADIENT
-        for buffer in model.buffers():
+        parameters, buffers = _members(model)
+        yield from _with_gradients(parameters, passed)
+        for buffer in buffers:
             yield buffer, Kind.BUFFER
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter, Kind.PARAMETER
-                if parameter.grad is not None:
-                    yield parameter.grad, Kind.GRADIENT
+            yield from _with_gradients(group["params"], passed)
         for state in optimizer.state.values():
             for item in state.values():
                 if isinstance(item, torch.Tensor):
                     yield item, Kind.OPTIMIZER
+
+
+def _with_gradients(
+    parameters: Iterable[torch.Tensor | None], passed: set[int]
+) -> Iterator[tuple[torch.Tensor, Kind]]:
+    """Parameters that were not `passed` yet, which are told by `id`, each with its gradient."""
+    for parameter in parameters:
+        if parameter is None or id(parameter) in passed:
+            continue
+        passed.add(id(parameter))
+        yield parameter, Kind.PARAMETER
+        if parameter.grad is not None:
+            yield parameter.grad, Kind.GRADIENT
+
+
+def _members(model: torch.nn.Module) -> tuple[Iterable[torch.Tensor | None], Iterable[torch.Tensor]]:
+    """The parameters and the buffers of a model; some may come more than once.
+
+    Each step begins with this, and `model.parameters()` spends milliseconds on names.
+    """
+    kind = type(model)
+    if any(getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _LISTINGS):  # it knows better
+        return model.parameters(), model.buffers()
+    modules = list(_modules(model))
+    parameters = (item for module in modules for item in module._parameters.values())
+    return parameters, (item for module in modules for item in module._buffers.values() if item is not None)
+
+
+def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """As `model.modules()`, in the same order."""
+    passed: set[int] = set()
+    waiting: list[torch.nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None or id(module) in passed:
+            continue
+        passed.add(id(module))
+        yield module
+        waiting.extend(reversed(module._modules.values()))
 
 
 def _make_optimizer_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
