@@ -392,4 +392,6 @@ def test_a_page_fault_is_logged_with_what_left(caplog: pytest.LogCaptureFixture)
         forward_with(greedy, model)
     said = [line for line in messages(caplog) if "page fault" in line]
     assert len(said) == 1
-    assert re.search(r"outgrow.runtime.page_faults: page fault: .*greedy.* found no memory for .*, and .* left", said[0])
+    assert re.search(
+        r"outgrow.runtime.page_faults: page fault: .*greedy.* found no memory for .*, and .* left", said[0]
+    )

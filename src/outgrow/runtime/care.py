@@ -125,6 +125,10 @@ class OpNeeds:
             self._needs[signature] = need
         return signature, need
 
+    def known(self, signature: Hashable) -> Need | None:
+        """What a call of this signature will need, if there was one before; None for a signature of None."""
+        return self._needs.get(signature)
+
     def ran(self, signature: Hashable) -> None:
         """A call has run, and nobody could tell what it needed."""
         known = self._needs.get(signature)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -402,11 +402,11 @@ class Executor:
         self._pool.wait_in(entry)
         return storage
 
-    def _run_again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Hashable) -> Any:
         """Run one op of a recipe."""
         if self._parking.busy:  # recipes read parameters
             self._parking.touch(tensors_in(args, kwargs))
-        return self._run_inside(func, args, kwargs)
+        return self._runner.run_inside(func, args, kwargs, signature)
 
     def _run_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of ours."""

@@ -44,6 +44,7 @@ class Follower:
         self.fit = Fit.EXACT
         self._ticks.tick, self._ticks.waits = tick, 0
         self._actions = {} if plan is None else actions_of(plan)
+        self._last_drop = max((item.drop_tick for item in plan.recomputes), default=-1) if plan is not None else -1
         self._entry_of: dict[int, Entry] = {}
         self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
         self._cleared = -1  # the last tick for which what leaves was seen to before
@@ -114,6 +115,8 @@ class Follower:
             for action, moved, offset in self._actions.get(number, ()):
                 if number != self._cleared or action in BACK or moved == saved.value:
                     self._act(action, moved, offset)
+            if number == self._last_drop:
+                self._recomputer.rest()
             if self._deferred:
                 rise = self._rise_ahead(tick.op)
                 while self._deferred and self._deferred[0](rise):

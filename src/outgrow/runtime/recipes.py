@@ -7,10 +7,10 @@ stay, wherever they are, and training state is compared by version before it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,13 +22,15 @@ from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, outputs_of, tensors_in, written_tensors
 
+# Runs an op of a recipe inside the budget, given what tells what it needs, if that is known.
+RunAgain = Callable[[Any, tuple[Any, ...], dict[str, Any], Hashable], Any]
+
 Contents = tuple[int, int]  # serial number of a storage, and how many writes it had seen
 
 _MOST_CALLS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """Where a tensor lies in its storage."""
 
     contents: Contents
@@ -71,9 +73,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What an op is given before it runs: the contents of its arguments by storage, and its dice if it draws."""
+    """What an op is given before it runs: the contents of its arguments by storage, and its dice if it draws.
+
+    `records` are those of the storages that its tensors lie in, by the tensor's `id`.
+    """
 
     contents: Mapping[int, Contents]
+    records: Mapping[int, StorageRecord]
     dice: Dice | None
 
 
@@ -83,7 +89,7 @@ class Call:
 
     `writes` are the contents that it replaced, each with what they became; `made` what its outputs are, in order
     (None for one that is no plain tensor). `dice` are as they were before it drew random numbers, and `settings` as
-    they were when it ran.
+    they were when it ran. `signature` tells what it needs (`OpNeeds`); None where that is nothing.
     """
 
     func: Any
@@ -95,6 +101,7 @@ class Call:
     made: tuple[Contents | None, ...]
     dice: Dice | None
     settings: Settings
+    signature: Hashable
 
 
 class OtherOutputs(TraceMismatch):
@@ -128,15 +135,24 @@ class Cookbook:
         self._made_by: dict[Contents, Call] = {}
         self._aliased: list[StorageRecord] = []
         self._followed: dict[int, StorageRecord] = {}
+        self._rests = False
+
+    def rest(self) -> None:
+        """No recipe is wanted any more of what was taken down: writes to what its calls read pass unseen.
+
+        Recipes that are still to be used have what they read followed for them.
+        """
+        self._rests = True
+        for record in self._followed.values():
+            self._ledger.unfollow(record)
+        self._followed.clear()
 
     def close(self) -> None:
         """The step is over: its calls are nobody's any more, but those of recipes that are still wanted."""
+        self.rest()
         for record in self._aliased:
             record.aliases -= 1
-        for record in self._followed.values():
-            self._ledger.unfollow(record)
         self._aliased.clear()
-        self._followed.clear()
         self._made_by.clear()
 
     def take_down(
@@ -147,8 +163,15 @@ class Cookbook:
         kwargs: Mapping[str, Any],
         before: Given,
         result: Any,
+        signature: Hashable,
     ) -> None:
         """Remember a call that has just run. `before` has what it was given."""
+        # What writes may have given a tensor other memory.
+        known = {} if facts.writes else before.records
+
+        def see(tensor: torch.Tensor) -> StorageRecord | None:
+            return known.get(id(tensor)) or self._ledger.see(tensor)
+
         reads: list[Contents] = []
         states: list[State] = []
         if facts.reads_shape and _is_strided(args[0]):
@@ -157,9 +180,9 @@ class Cookbook:
             args = (_shape_of(args[0]), *args[1:])
         buffers_are_read = not _only_updates_buffers(func, args)
         try:
-            kept_args = [self._kept(item, before.contents, reads, states, buffers_are_read) for item in args]
+            kept_args = [self._kept(item, see, before.contents, reads, states, buffers_are_read) for item in args]
             kept_kwargs = {
-                name: self._kept(item, before.contents, reads, states, buffers_are_read)
+                name: self._kept(item, see, before.contents, reads, states, buffers_are_read)
                 for name, item in kwargs.items()
             }
         except _NoWindow:
@@ -172,8 +195,10 @@ class Cookbook:
             if record.serial not in self._kinds:
                 writes.append((before.contents[record.serial], contents_of(record)))
         made: list[Contents | None] = []
+        touched = [see(tensor) for tensor in tensors_in(args, kwargs)]
         for tensor in outputs_of(result):
             record = self._ledger.see(tensor)
+            touched.append(record)
             made.append(None if record is None or tensor.layout is not torch.strided else contents_of(record))
         call = Call(
             func,
@@ -185,6 +210,7 @@ class Cookbook:
             tuple(made),
             before.dice,
             settings(),
+            signature,
         )
         targets = [
             contents
@@ -193,30 +219,28 @@ class Cookbook:
         ]
         self._made_by.update(dict.fromkeys(targets, call))
         # Its contents are named by how often storages were written to: that has to be known of all of them.
-        for tensor in (*tensors_in(args, kwargs), *outputs_of(result)):
-            record = self._ledger.see(tensor)
+        for record in touched:
             if record is not None and record.serial not in self._followed:
                 self._followed[record.serial] = record
                 self._ledger.follow(record)
         for state in states if targets else ():
-            record = self._ledger.see(state.alias)
-            assert record is not None, "it was seen when the call was taken down"
-            record.aliases += 1
-            self._aliased.append(record)
+            state.record.aliases += 1
+            self._aliased.append(state.record)
 
     def _kept(
         self,
         item: Any,
+        see: Callable[[torch.Tensor], StorageRecord | None],
         before: Mapping[int, Contents],
         reads: list[Contents],
         states: list[State],
         buffers_are_read: bool,
     ) -> Any:
         if isinstance(item, list | tuple):
-            return [self._kept(inner, before, reads, states, buffers_are_read) for inner in item]
+            return [self._kept(inner, see, before, reads, states, buffers_are_read) for inner in item]
         if not isinstance(item, torch.Tensor):
             return item
-        record = self._ledger.see(item) if item.layout is torch.strided else None
+        record = see(item) if item.layout is torch.strided else None
         if record is None or item.is_conj() or item.is_neg():
             raise _NoWindow
         kind = self._kinds.get(record.serial)
@@ -232,7 +256,7 @@ class Cookbook:
         return window
 
     def compile(self, target: Contents, entries: Callable[[Contents], Entry | None]) -> Recipe | None:
-        """The recipe of what `target` names; None where a call of it was not taken down."""
+        """The recipe of what `target` names; None where a call of it was not taken down, or written to unseen."""
         calls: dict[int, Call] = {}
         order: list[Call] = []
         sources: dict[Contents, Entry] = {}
@@ -253,7 +277,7 @@ class Cookbook:
             order.append(call)  # after all that it reads
             return True
 
-        if not ask(target):
+        if self._rests or not ask(target):
             return None
         states = {state.record.serial: state.record for call in order for state in call.states if state.is_read}
         leaves = frozenset((*states, *(serial for serial, _ in sources)))
@@ -287,20 +311,17 @@ def contents_of(record: StorageRecord) -> Contents:
     return record.serial, record.writes
 
 
-def contents_by_storage(ledger: Ledger, tensors: Iterable[torch.Tensor]) -> dict[int, Contents]:
-    """What the storages of some tensors hold now, by serial number."""
-    found: dict[int, Contents] = {}
-    for tensor in tensors:
-        record = ledger.see(tensor)
-        if record is not None:
-            found[record.serial] = contents_of(record)
-    return found
+def given(ledger: Ledger, tensors: Iterable[torch.Tensor], dice: Dice | None) -> Given:
+    """What some tensors hold now that an op is given, with its dice."""
+    seen = ((id(tensor), ledger.see(tensor)) for tensor in tensors)
+    records = {number: record for number, record in seen if record is not None}
+    return Given({record.serial: contents_of(record) for record in records.values()}, records, dice)
 
 
 def replay(
     recipe: Recipe,
     fetch: Callable[[Entry], torch.UntypedStorage],
-    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+    run: RunAgain,
 ) -> torch.UntypedStorage:
     """Make a value anew. `fetch` brings a source, `run` runs one op inside the budget.
 
@@ -312,11 +333,28 @@ def replay(
         OtherOutputs: a call gave more tensors than before, or fewer.
     """
     there = {contents: fetch(entry) for contents, entry in recipe.sources.items()}
-    own: set[Contents] = set()
     left: dict[Contents, int] = {}
     for call in recipe.calls:
         for contents in call.reads:
             left[contents] = left.get(contents, 0) + 1
+    with ExitStack() as stack:
+        _run_all(recipe, there, left, run, stack)
+    return there[recipe.target]
+
+
+def _run_all(
+    recipe: Recipe,
+    there: dict[Contents, torch.UntypedStorage],
+    left: dict[Contents, int],
+    run: RunAgain,
+    stack: ExitStack,
+) -> None:
+    """Run the calls of a recipe on what is `there`; `left` is how often each is still read.
+
+    The `stack` takes what they run under: most of a recipe's do so under the same settings.
+    """
+    own: set[Contents] = set()
+    now: Settings | None = None
     for call in recipe.calls:
         for contents in call.reads:
             left[contents] -= 1
@@ -329,11 +367,12 @@ def replay(
             given.setdefault(contents, storage)
         args = tuple(_given(item, given) for item in call.args)
         kwargs = {name: _given(item, given) for name, item in call.kwargs.items()}
-        with ExitStack() as stack:
+        if call.settings != now:
+            stack.close()
             stack.enter_context(under(call.settings))
-            if call.dice is not None:
-                stack.enter_context(call.dice.cast_again())
-            result = run(call.func, args, kwargs)
+            now = call.settings
+        with nullcontext() if call.dice is None else call.dice.cast_again():
+            result = run(call.func, args, kwargs, call.signature)
         outputs = outputs_of(result)
         if len(outputs) != len(call.made):
             raise OtherOutputs(
@@ -350,14 +389,11 @@ def replay(
                 there[made] = tensor.untyped_storage()
                 own.add(made)
         del given, args, kwargs, result, outputs
-    return there[recipe.target]
 
 
-def _clone(
-    storage: torch.UntypedStorage, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-) -> torch.UntypedStorage:
+def _clone(storage: torch.UntypedStorage, run: RunAgain) -> torch.UntypedStorage:
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    copy: torch.Tensor = run(torch.ops.aten.clone.default, (whole,), {})
+    copy: torch.Tensor = run(torch.ops.aten.clone.default, (whole,), {}, None)
     return copy.untyped_storage()
 
 

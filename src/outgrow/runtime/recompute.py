@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,9 @@ from outgrow.runtime.recipes import (
     Given,
     OtherOutputs,
     Recipe,
-    contents_by_storage,
+    RunAgain,
     contents_of,
+    given,
     replay,
 )
 from outgrow.tracing.ir import Kind
@@ -73,7 +74,7 @@ class Recomputer:
         ledger: Ledger,
         pool: Pool,
         fetch: Callable[[Entry], torch.UntypedStorage],
-        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        run: RunAgain,
         clock: DeviceClock | None = None,
     ) -> None:
         """`fetch` brings a source to the device, `run` runs one op inside the budget."""
@@ -129,7 +130,7 @@ class Recomputer:
         dice = Dice.before(args, kwargs) if facts.draws else None
         if facts.draws and dice is None:
             return None
-        return Given(contents_by_storage(self._ledger, inputs), dice)
+        return given(self._ledger, inputs, dice)
 
     def take_down(
         self,
@@ -139,10 +140,15 @@ class Recomputer:
         kwargs: dict[str, Any],
         before: Given,
         result: Any,
+        signature: Hashable,
     ) -> None:
-        """Remember an op that has just run."""
+        """Remember an op that has just run; `signature` tells what it needs."""
         with torch._C._DisableTorchDispatch():
-            self._cookbook.take_down(func, facts, args, kwargs, before, result)
+            self._cookbook.take_down(func, facts, args, kwargs, before, result, signature)
+
+    def rest(self) -> None:
+        """The plan drops nothing more in this step."""
+        self._cookbook.rest()
 
     def before_write(self, written: Sequence[StorageRecord]) -> None:
         """An op is about to write to what recipes may start from: make their values anew before that."""
@@ -216,7 +222,7 @@ class Recomputer:
             if one.nbytes() % _NUMBER.itemsize == 0:
                 rows = rows[0].view(_NUMBER), rows[1].view(_NUMBER)
             parts = zip(*(row.split(_COMPARED_BYTES // row.itemsize) for row in rows), strict=True)
-            return all(self._run(torch.ops.aten.equal.default, part, {}) for part in parts)
+            return all(self._run(torch.ops.aten.equal.default, part, {}, None) for part in parts)
 
     def rebuild(self, entry: Entry) -> torch.UntypedStorage:
         """Make a dropped value anew; the pool asks for it.

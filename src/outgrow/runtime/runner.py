@@ -163,7 +163,7 @@ class Runner:
         for record in written:
             record.writes += 1
         if contents is not None:
-            recomputer.take_down(func, facts, args, kwargs, contents, result)
+            recomputer.take_down(func, facts, args, kwargs, contents, result, signature)
         elif (
             fast.learns
             and (need.measured or (fast.is_loose and measured is not None and not need.depends_on_data))
@@ -237,10 +237,12 @@ class Runner:
 
     # --- ours ---
 
-    def run_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one op of ours inside the pool's care."""
+    def run_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Hashable = None) -> Any:
+        """Run one op of ours inside the pool's care; its `signature` is known where the program ran the same."""
         facts = self._table[func]
-        signature, need = self._needs.before(func, facts, args, kwargs)
+        need = self._needs.known(signature)
+        if need is None:
+            signature, need = self._needs.before(func, facts, args, kwargs)
         self._room.prepare(need, facts.name)
         before = self._ledger.live_bytes
         result, rise = self._calls.call(func, facts, args, kwargs, need)
