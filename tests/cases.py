@@ -29,7 +29,7 @@ CASES = (
 )
 
 
-def training_of(name: str, size: int, batch: int) -> Make:
+def training_of(name: str, size: int, batch: int, momentum: float = 0.9) -> Make:
     network = find(name)
     classes = network.classes if network.kind == "text" else 10
     built: list[torch.nn.Module] = []  # once: to draw a hundred million parameters takes longer than a step
@@ -50,4 +50,4 @@ def training_of(name: str, size: int, batch: int) -> Make:
         loss: torch.Tensor = network.loss(model(x), y)
         return loss
 
-    return trained_on(fresh, loss_of, lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))
+    return trained_on(fresh, loss_of, lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=momentum))

@@ -105,7 +105,7 @@ class Case:
     accumulation: int = 1
     step_each: bool = False
     batches: Sequence[int] = (8,)
-    steps: int = 5
+    steps: int = 4
     set_to_none: bool = True
     autocast: bool = False
     skips_branch: bool = False
@@ -124,8 +124,8 @@ VDNN = ("vdnn-all",)
 
 # Planning with auto takes seconds, with the others next to none.
 CASES: dict[str, Case] = {
-    "auto, small buckets": Case(SmallResNet, ddp=SMALL_BUCKETS, steps=4),
-    "auto, gradients in buckets": Case(SmallTransformer, ddp=VIEW, adam=True, steps=4),
+    "auto, small buckets": Case(SmallResNet, ddp=SMALL_BUCKETS),
+    "auto, gradients in buckets": Case(SmallTransformer, ddp=VIEW, adam=True),
     "vdnn-all": Case(SmallResNet, VDNN),
     "checkpoint": Case(SmallResNet, ("checkpoint",), 0.7),
     "lru, gradients in buckets": Case(SmallResNet, ("lru",), ddp=VIEW),

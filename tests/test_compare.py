@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import outgrow
+from outgrow.cli import interleave as interleaving
 from outgrow.cli import plot
 from outgrow.cli.interleave import HEAP_KEPT, Row, Setup, SetupFailed, Worker, interleave, live_bounds, ratio
 from outgrow.cli.main import run
@@ -344,8 +345,28 @@ def test_set_ups_take_turns_and_those_that_fail_drop_out() -> None:
     assert (failure.kind, failure.message) == ("LookupError", "not this one")
 
 
+class Idle(Worker):
+    """A worker without a process."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    def ready(self, limit_seconds: float | None = None) -> None:
+        pass
+
+    def step(self, limit_seconds: float | None = None) -> Row:
+        return Row(1.0, 1.0, 0.0, 0, 0.5, None)
+
+    def plan(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize("answer", [False, True])
-def test_in_doubt_all_take_more_turns_once(answer: bool) -> None:
+def test_in_doubt_all_take_more_turns_once(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleaving, "Worker", Idle)
     asked: list[dict[str, int]] = []
 
     def in_doubt(rows: Mapping[str, Sequence[Row]]) -> bool:
