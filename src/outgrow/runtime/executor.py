@@ -198,7 +198,7 @@ class Executor:
             current.recording = Recording(recorder, self._ledger, self._clock, self._lost_seconds)
         current.epoch += 1
         self._reset(plan, verdicts, on_demand=on_demand, is_foreign=is_foreign)
-        limits = limits if is_held and watch and not fits else None
+        limits = limits if is_held and watch and not fits else None  # what fits was seen at the plan's own sizes
         self._course.keep_within(limits)
         # Where the cache decides it keeps to what plans keep to.
         decides = recorder is not None or plan is None or plan.evicts
