@@ -287,6 +287,25 @@ def test_what_was_changed_in_place_is_refused_as_in_plain_pytorch(share: float) 
     assert "is at version 1; expected version 0 instead" in str(ours.value)
 
 
+@pytest.mark.parametrize("over_lists", [False, True])
+def test_an_update_between_two_backward_passes_is_refused_as_in_plain_pytorch(over_lists: bool) -> None:
+    """Whoever watches: ops over lists lose count of their writes beneath a dispatch mode."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=over_lists)
+
+    def step(session: outgrow.Session) -> None:
+        with session.step():
+            first, second = (model(torch.randn(16, 32)).square().mean() for _ in range(2))
+            first.backward()
+            optimizer.step()
+            second.backward()
+
+    with outgrow.Session(model, optimizer, budget="1GiB", policy="lru") as session:
+        for _ in range(STEPS):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                step(session)
+
+
 @pytest.mark.parametrize("share", [0.9, 2])
 def test_a_write_past_autograd_changes_gradients_as_in_plain_pytorch(share: float) -> None:
     def make() -> Training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -48,18 +49,48 @@ class Lister(nn.Module):
         yield from self.hidden
 
 
+class Namer(nn.Module):
+    """It has a module that only its list of modules has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = (nn.Linear(3, 3),)
+
+    def named_modules(self, *given: Any, **named: Any) -> Iterator[tuple[str, nn.Module]]:  # type: ignore[override]
+        yield from super().named_modules(*given, **named)
+        yield "hidden", self.hidden[0]
+
+
+def overridden() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.parameters = lambda recurse=True: iter([model.weight])  # type: ignore[assignment]
+    return model
+
+
 @pytest.mark.parametrize(
     "make",
     [
         tied,
         Holder,
         Lister,
+        lambda: nn.Sequential(nn.Linear(2, 2), Namer()),
+        overridden,
         lambda: weight_norm(nn.Linear(3, 3)),
         lambda: torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),
         lambda: nn.DataParallel(nn.Sequential(nn.LSTM(3, 4, 2), nn.BatchNorm1d(3))),
         lambda: torch.compile(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),
     ],
-    ids=["tied", "lists", "own listing", "parametrized", "scripted", "wrapped", "compiled"],
+    ids=[
+        "tied",
+        "lists",
+        "own listing",
+        "own names",
+        "overridden",
+        "parametrized",
+        "scripted",
+        "wrapped",
+        "compiled",
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_what_pytorch_lists(make: Callable[[], nn.Module]) -> None:

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# Code that keeps books: beneath it nobody is interrupted. Planning keeps none.
+# Code that keeps books: beneath it nobody is interrupted. All else of a session is called by these. So is planning,
+# which may take long, and lets in who waits.
 _OURS = ("outgrow.runtime.", "outgrow.tracing.", "outgrow.session.session", "outgrow.session.kind")
 # Those by which programs are ended, timed, or told that they will be ended.
 _SIGNALS = tuple(

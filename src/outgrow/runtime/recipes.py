@@ -166,6 +166,8 @@ class Cookbook:
         signature: Hashable,
     ) -> None:
         """Remember a call that has just run. `before` has what it was given."""
+        if self._rests:
+            return
         # What writes may have given a tensor other memory.
         known = {} if facts.writes else before.records
 
@@ -218,7 +220,7 @@ class Cookbook:
             if contents is not None and contents[0] not in self._kinds
         ]
         self._made_by.update(dict.fromkeys(targets, call))
-        # Its contents are named by how often storages were written to: that has to be known of all of them.
+        # Contents are named by how often storages were written to: as long as recipes are made that has to be known.
         for record in touched:
             if record is not None and record.serial not in self._followed:
                 self._followed[record.serial] = record
@@ -311,7 +313,7 @@ def contents_of(record: StorageRecord) -> Contents:
     return record.serial, record.writes
 
 
-def given(ledger: Ledger, tensors: Iterable[torch.Tensor], dice: Dice | None) -> Given:
+def given_before(ledger: Ledger, tensors: Iterable[torch.Tensor], dice: Dice | None) -> Given:
     """What some tensors hold now that an op is given, with its dice."""
     seen = ((id(tensor), ledger.see(tensor)) for tensor in tensors)
     records = {number: record for number, record in seen if record is not None}
@@ -337,58 +339,45 @@ def replay(
     for call in recipe.calls:
         for contents in call.reads:
             left[contents] = left.get(contents, 0) + 1
-    with ExitStack() as stack:
-        _run_all(recipe, there, left, run, stack)
-    return there[recipe.target]
-
-
-def _run_all(
-    recipe: Recipe,
-    there: dict[Contents, torch.UntypedStorage],
-    left: dict[Contents, int],
-    run: RunAgain,
-    stack: ExitStack,
-) -> None:
-    """Run the calls of a recipe on what is `there`; `left` is how often each is still read.
-
-    The `stack` takes what they run under: most of a recipe's do so under the same settings.
-    """
     own: set[Contents] = set()
+    # Most run under the same settings as the one before.
     now: Settings | None = None
-    for call in recipe.calls:
-        for contents in call.reads:
-            left[contents] -= 1
-        changed = dict(call.writes)
-        given: dict[Contents, torch.UntypedStorage] = {}
-        for contents in call.reads:
-            storage = there[contents]
-            if contents in changed and contents not in given and (contents not in own or left[contents] > 0):
-                storage = _clone(storage, run)
-            given.setdefault(contents, storage)
-        args = tuple(_given(item, given) for item in call.args)
-        kwargs = {name: _given(item, given) for name, item in call.kwargs.items()}
-        if call.settings != now:
-            stack.close()
-            stack.enter_context(under(call.settings))
-            now = call.settings
-        with nullcontext() if call.dice is None else call.dice.cast_again():
-            result = run(call.func, args, kwargs, call.signature)
-        outputs = outputs_of(result)
-        if len(outputs) != len(call.made):
-            raise OtherOutputs(
-                f"{call.func} gave {len(outputs)} tensors when it ran again, and {len(call.made)} before"
-            )
-        for contents in call.reads:
-            if left[contents] == 0 and contents != recipe.target:
-                there.pop(contents, None)
-        for old, new in call.writes:
-            there[new] = given[old]
-            own.add(new)
-        for made, tensor in zip(call.made, outputs, strict=True):
-            if made is not None and made not in there and (made == recipe.target or left.get(made)):
-                there[made] = tensor.untyped_storage()
-                own.add(made)
-        del given, args, kwargs, result, outputs
+    with ExitStack() as stack:
+        for call in recipe.calls:
+            for contents in call.reads:
+                left[contents] -= 1
+            changed = dict(call.writes)
+            given: dict[Contents, torch.UntypedStorage] = {}
+            for contents in call.reads:
+                storage = there[contents]
+                if contents in changed and contents not in given and (contents not in own or left[contents] > 0):
+                    storage = _clone(storage, run)
+                given.setdefault(contents, storage)
+            args = tuple(_given(item, given) for item in call.args)
+            kwargs = {name: _given(item, given) for name, item in call.kwargs.items()}
+            if call.settings != now:
+                stack.close()
+                stack.enter_context(under(call.settings))
+                now = call.settings
+            with nullcontext() if call.dice is None else call.dice.cast_again():
+                result = run(call.func, args, kwargs, call.signature)
+            outputs = outputs_of(result)
+            if len(outputs) != len(call.made):
+                raise OtherOutputs(
+                    f"{call.func} gave {len(outputs)} tensors when it ran again, and {len(call.made)} before"
+                )
+            for contents in call.reads:
+                if left[contents] == 0 and contents != recipe.target:
+                    there.pop(contents, None)
+            for old, new in call.writes:
+                there[new] = given[old]
+                own.add(new)
+            for made, tensor in zip(call.made, outputs, strict=True):
+                if made is not None and made not in there and (made == recipe.target or left.get(made)):
+                    there[made] = tensor.untyped_storage()
+                    own.add(made)
+            del given, args, kwargs, result, outputs
+    return there[recipe.target]
 
 
 def _clone(storage: torch.UntypedStorage, run: RunAgain) -> torch.UntypedStorage:

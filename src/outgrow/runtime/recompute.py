@@ -28,7 +28,7 @@ from outgrow.runtime.recipes import (
     Recipe,
     RunAgain,
     contents_of,
-    given,
+    given_before,
     replay,
 )
 from outgrow.tracing.ir import Kind
@@ -130,7 +130,7 @@ class Recomputer:
         dice = Dice.before(args, kwargs) if facts.draws else None
         if facts.draws and dice is None:
             return None
-        return given(self._ledger, inputs, dice)
+        return given_before(self._ledger, inputs, dice)
 
     def take_down(
         self,

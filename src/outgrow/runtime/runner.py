@@ -29,6 +29,9 @@ from outgrow.tracing.recorder import accumulates_gradient
 
 _LOG = logging.getLogger(__name__)
 
+# Ops over lists call one op for each tensor, which count the writes, but not beneath a dispatch mode.
+_LOSES_VERSIONS = "aten._foreach_"
+
 
 class Runner:
     """Runs the program's ops, as the dispatch mode shows them (`watch.py`), and our own."""
@@ -125,8 +128,9 @@ class Runner:
             need = NOTHING
         self._room.prepare(need, facts.name)
         written: list[StorageRecord] = []
+        versions: list[tuple[torch.Tensor, int]] = []
         if facts.writes or is_free:
-            places = written_tensors(facts, args, kwargs) if facts.writes else args[:1]
+            places = list(written_tensors(facts, args, kwargs)) if facts.writes else args[:1]
             records = (see(tensor) for tensor in places)
             written = [record for record in records if record is not None]
             recomputer.before_write(written)
@@ -134,6 +138,8 @@ class Runner:
                 if parking.busy:
                     parking.before_write(record)
                 self._pool.written(record)
+            if facts.name.startswith(_LOSES_VERSIONS):
+                versions = [(tensor, tensor._version) for tensor in places if not tensor.is_inference()]
         before = ledger.live_bytes
         if recording is not None:
             recording.begin(is_timed=not facts.is_view)
@@ -142,6 +148,7 @@ class Runner:
             result, rise = self._reuser.write_over(func, args, kwargs), 0
         else:
             result, measured = self._calls.call(func, facts, args, kwargs, need)
+            _count_writes(versions)
             rise = self._rise_of(signature, need, measured)
             if recording is not None:
                 recording.begin_anew(self._convolutions.settled(facts))
@@ -262,6 +269,13 @@ class Runner:
         if self._needs.measured(signature, measured):
             self._fast.was_measured()
         return measured
+
+
+def _count_writes(versions: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Count a write to each of these, as autograd would have, if they are still at the versions that they had."""
+    lost = [tensor for tensor, version in versions if tensor._version == version]
+    if lost:
+        torch.autograd.graph.increment_version(lost)
 
 
 def _is_of_reducer() -> bool:

@@ -34,7 +34,7 @@ class TrainingState:
         return storage_kinds(self._ledger, self.models, self.optimizers)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All of it; what is shared comes more than once."""
+        """All of it; buffers that are shared come more than once."""
         return (tensor for tensor, _ in training_state(self.models, self.optimizers))
 
     def gradients(self) -> Iterator[torch.Tensor]:

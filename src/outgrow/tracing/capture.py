@@ -21,8 +21,16 @@ from outgrow.tracing.ops import OpTable, outputs_of, tensors_in
 from outgrow.tracing.probe import measured_call
 from outgrow.tracing.recorder import ModuleNames, Recorder
 
-# What a kind of module may list in a way of its own.
-_LISTINGS = ("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children")
+# What a module, or a kind of module, may do in a way of its own that lists what it is made of.
+_LISTINGS = (
+    "parameters",
+    "named_parameters",
+    "buffers",
+    "named_buffers",
+    "modules",
+    "named_modules",
+    "_named_members",
+)
 
 
 class TrainingStep(NamedTuple):
@@ -102,7 +110,7 @@ def storage_kinds(
 def training_state(
     models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[torch.Tensor, Kind]]:
-    """Every tensor that training keeps from step to step, once, with its kind."""
+    """Every tensor that training keeps from step to step, parameters and gradients once, with its kind."""
     passed: set[int] = set()
     for model in models:
         parameters, buffers = _members(model)
@@ -136,12 +144,17 @@ def _members(model: torch.nn.Module) -> tuple[Iterable[torch.Tensor | None], Ite
 
     Each step begins with this, and `model.parameters()` spends milliseconds on names.
     """
-    kind = type(model)
-    if any(getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _LISTINGS):  # it knows better
-        return model.parameters(), model.buffers()
     modules = list(_modules(model))
+    if any(map(_lists_by_itself, {type(module) for module in modules})) or any(
+        not module.__dict__.keys().isdisjoint(_LISTINGS) for module in modules
+    ):
+        return model.parameters(), model.buffers()
     parameters = (item for module in modules for item in module._parameters.values())
     return parameters, (item for module in modules for item in module._buffers.values() if item is not None)
+
+
+def _lists_by_itself(kind: type[torch.nn.Module]) -> bool:
+    return any(getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _LISTINGS)
 
 
 def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
