@@ -44,7 +44,8 @@ class Follower:
         self.fit = Fit.EXACT
         self._ticks.tick, self._ticks.waits = tick, 0
         self._actions = {} if plan is None else actions_of(plan)
-        self._last_drop = max((item.drop_tick for item in plan.recomputes), default=-1) if plan is not None else -1
+        drops = () if plan is None else (item.drop_tick for item in plan.recomputes)
+        self._last_drop = max(drops, default=-1)
         self._entry_of: dict[int, Entry] = {}
         self._deferred: deque[Callable[[int], bool]] = deque()  # copies back that wait for room
         self._cleared = -1  # the last tick for which what leaves was seen to before

@@ -62,10 +62,9 @@ class PageFaults:
         self._note(self._ledger.live_bytes)
         self._memory.relieve()
         before = self._ledger.live_bytes
-        evicted = self._evict(max(nbytes, before // _FAULT_SHARE))
-        if not evicted and self._memory.stretch(nbytes if least_bytes is None else least_bytes):
-            return
-        if not evicted:
+        if not self._evict(max(nbytes, before // _FAULT_SHARE)):
+            if self._memory.stretch(nbytes if least_bytes is None else least_bytes):
+                return
             raise DeviceOutOfMemory(
                 f"{what} found no memory and nothing is left to evict: {self._holdings()}."
                 f" The allocator said: {str(error).splitlines()[0]}"

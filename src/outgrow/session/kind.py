@@ -186,7 +186,7 @@ class StepKind:
 
     def is_like(self, trace: Trace) -> bool:
         """Whether the step of a trace is of this kind: two may save the same, and differ in their backward passes."""
-        return self.is_of(trace.packs) and order(trace) == order(self.plan.problem.trace)
+        return self.is_of(trace.packs) and order_of_saves(trace) == order_of_saves(self.plan.problem.trace)
 
     def _filled(self, packs: Sequence[int]) -> tuple[int, ...]:
         """As much of its own as `packs` has, with what depends on data as it is there."""
@@ -235,7 +235,7 @@ def _alike(one: Trace, other: Trace) -> bool:
     return _forward_ops(one) == _forward_ops(other) and one.first_saves == other.first_saves
 
 
-def order(trace: Trace) -> list[tuple[Event, int]]:
+def order_of_saves(trace: Trace) -> list[tuple[Event, int]]:
     """In what order tensors are saved and wanted back."""
     return [(tick.event, tick.saved) for tick in trace.ticks]
 

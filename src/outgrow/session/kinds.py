@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from outgrow.planning.plan import Plan
-from outgrow.session.kind import StepKind, order
+from outgrow.session.kind import StepKind, order_of_saves
 from outgrow.session.strangers import Strangers
 from outgrow.session.turns import Turns
 from outgrow.tracing.ir import Fit, Trace
@@ -146,9 +146,9 @@ class Kinds:
 
     def like(self, trace: Trace) -> list[StepKind]:
         """Those whose steps differ from that of a trace in their sizes alone."""
-        wanted = order(trace)
+        order = order_of_saves(trace)
         others = ((kind, kind.plan.problem.trace) for kind in self._such())
-        return [kind for kind, other in others if other.fit_of(trace.packs) is not None and order(other) == wanted]
+        return [kind for kind, it in others if it.fit_of(trace.packs) is not None and order_of_saves(it) == order]
 
     def covering(self, trace: Trace, like: Sequence[StepKind]) -> StepKind | None:
         """Of kinds that are `like` a trace one whose plan will do for its step; None if that is worth its own."""
