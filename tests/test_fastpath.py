@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,10 @@ def gelu(x: torch.Tensor, layer: nn.Module, number: int, k: int) -> torch.Tensor
 class Chain(nn.Module):
     """Linear layers, each in a block of its own kind."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, batch: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.register_buffer("scratch", torch.ones(BATCH, WIDTH))
+        self.register_buffer("scratch", torch.ones(batch, WIDTH))
         self.block = block
 
     def forward(self, x: torch.Tensor, k: int) -> torch.Tensor:
@@ -92,15 +93,17 @@ class Chain(nn.Module):
         return x
 
 
-def chain(block: Block = gelu, optimize: Callable[[Any], torch.optim.Optimizer] = momentum) -> Callable[[], Training]:
+def chain(
+    block: Block = gelu, optimize: Callable[[Any], torch.optim.Optimizer] = momentum, batch: int = BATCH
+) -> Callable[[], Training]:
     """Makes the training of a chain."""
 
     def loss_of(model: nn.Module, k: int) -> torch.Tensor:
-        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(k))
+        x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(k))
         loss: torch.Tensor = model(x, k).pow(2).mean()
         return loss
 
-    return trained_on(lambda: Chain(block), loss_of, optimize)
+    return trained_on(lambda: Chain(block, batch), loss_of, optimize)
 
 
 def assert_equal_and_inside(
@@ -660,7 +663,9 @@ def test_whatever_a_later_step_does_otherwise_its_result_is_plain_pytorchs(
 
 
 def in_little_memory(at: int, draws: bool) -> list[Any]:
-    """Train; in layer `at` of the seventh step no more memory is to be had than what saved values leave behind.
+    """Train; in layer `at` of the seventh step there is no memory for a map but what saved values leave behind.
+
+    Maps are larger here than all that Python and libraries take, so that these find theirs.
 
     What finds none there is an op that `draws` random numbers, or a GELU.
 
@@ -674,17 +679,21 @@ def in_little_memory(at: int, draws: bool) -> list[Any]:
             arena.give_back()
             status = Path("/proc/self/status").read_text().splitlines()
             data = next(int(line.split()[1]) for line in status if line.startswith("VmData"))
-            resource.setrlimit(resource.RLIMIT_DATA, ((data << 10) + 4 * MIB,) * 2)
-            cushion = bytearray(2 * MIB)  # for Python itself
-            with torch._C._DisableTorchDispatch(), suppress(RuntimeError):
-                while True:  # no hole is left for a map
-                    ballast.append(torch.empty(BATCH * WIDTH))
-            del cushion
+            resource.setrlimit(resource.RLIMIT_DATA, ((data << 10) + 4 * map_bytes,) * 2)
+            cushion = mmap(-1, map_bytes - MIB, MAP_PRIVATE | MAP_ANONYMOUS)  # for Python and libraries
+            with torch._C._DisableTorchDispatch():
+                for nbytes in (map_bytes, 64 << 10):
+                    with suppress(RuntimeError):
+                        while True:
+                            ballast.append(torch.empty(nbytes, dtype=torch.uint8))
+            cushion.close()
         y = layer(x)
         return F.gelu(y + torch.rand_like(y) if draws else y)
 
     ballast: list[Any] = []
-    make, is_limited = chain(block), False
+    batch = 16 * BATCH
+    map_bytes = 4 * batch * WIDTH
+    make, is_limited = chain(block, batch=batch), False
     plain = train_plain(make, STEPS)
     budget = budget_for(make, 0.95)
     torch.manual_seed(0)
