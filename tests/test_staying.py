@@ -228,7 +228,7 @@ def test_whenever_that_is_results_are_the_same(
         def acted(self: Any, *args: Any, **options: Any) -> Any:
             hooks: Hooks = self if isinstance(self, Hooks) else self._hooks
             if coins.random() < often:
-                hooks.staying.show_all()
+                hooks.staying.show(coins.choice((1, 64 << 10, 1 << 40)))
             return act(self, *args, **options)
 
         monkeypatch.setattr(part, name, acted)

@@ -327,7 +327,7 @@ class Executor:
         self._stack.close()
         self._stack = None
         try:
-            self._staying.show_all(is_over=True)  # a graph that outlives the step
+            self._staying.show_all()  # a graph that outlives the step
         finally:
             self._memory.end_step()
         self._current.recording = None

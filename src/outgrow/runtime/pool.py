@@ -59,7 +59,8 @@ class Unknown(Protocol):
     def foretells(self) -> bool:
         """Whether those that the cache is foretold to send away are none of them."""
 
-    def show_all(self) -> None: ...
+    def show(self, nbytes: int) -> bool:
+        """Show the pool the oldest, of `nbytes` at least if there are as many; whether there were any."""
 
 
 class Pool:
@@ -547,10 +548,12 @@ class Pool:
             return True
         if self.unknown is not None and self.unknown.foretells and self._start_away(nbytes, but_not_again=True):
             return True
-        if self.unknown is not None:
-            self.unknown.show_all()
-        if self._start_away(nbytes):
-            return True
+        while True:
+            were_more = self.unknown is not None and self.unknown.show(nbytes)
+            if self._start_away(nbytes):
+                return True
+            if not were_more:
+                break
         if not self._abandoned:
             return False
         # Nobody wants it any more, and its memory is all that is left to hope for.

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <new>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -67,6 +68,7 @@ struct Stay {
   PyObject* own;     // of what no node made, in training state, the tensor itself in place of that
   PyObject* handle;  // what took its place when the pool was shown it
   int64_t epoch, number, nbytes, version;
+  bool is_state;     // training state, or a view of it
 
   const at::Tensor& tensor() const { return own != nullptr ? THPVariable_Unpack(own) : alias; }
   static Stay* of(Node* node) { return reinterpret_cast<Stay*>(reinterpret_cast<char*>(node) - offsetof(Stay, node)); }
@@ -322,6 +324,7 @@ Stay* stay_for(Stays& self, PyObject* item, const Expected& next) {
   } else {
     stay->node.put_before(self.here);
   }
+  stay->is_state = is_state;
   stay->epoch = self.epoch;
   stay->number = self.number;
   stay->nbytes = static_cast<int64_t>(tensor.nbytes());
@@ -457,17 +460,39 @@ PyObject* Stays_unpack(PyObject* hooks, PyObject* item) {
   END_HANDLE_TH_ERRORS
 }
 
-// Those that somebody may have to be shown, the oldest first.
-PyObject* Stays_all(PyObject* hooks, PyObject*) {
-  auto& self = *reinterpret_cast<Stays*>(hooks);
-  PyObject* const found = PyList_New(0);
-  for (Node* node = self.here.after; found != nullptr && node != &self.here; node = node->after) {
-    if (PyList_Append(found, reinterpret_cast<PyObject*>(Stay::of(node))) != 0) {
-      Py_DECREF(found);
-      return nullptr;
-    }
+// Some of those that somebody may have to be shown, the oldest first.
+template <typename Is>
+PyObject* list_of(Stays& self, Is is_wanted) {
+  THPObjectPtr found(PyList_New(0));
+  for (Node* node = self.here.after; found && node != &self.here; node = node->after) {
+    Stay* const stay = Stay::of(node);
+    if (is_wanted(*stay) && PyList_Append(found, reinterpret_cast<PyObject*>(stay)) != 0) return nullptr;
   }
-  return found;
+  return found.release();
+}
+
+PyObject* Stays_all(PyObject* hooks, PyObject*) {
+  return list_of(*reinterpret_cast<Stays*>(hooks), [](const Stay&) { return true; });
+}
+
+// The oldest of those that can be shown, on storages that come to so many bytes together, and whatever else lies in
+// these: a storage can leave once nobody holds it.
+PyObject* Stays_oldest(PyObject* hooks, PyObject* wanted) {
+  auto& self = *reinterpret_cast<Stays*>(hooks);
+  int64_t nbytes = PyLong_AsLongLong(wanted);
+  if (PyErr_Occurred()) return nullptr;
+  std::unordered_set<const c10::StorageImpl*> storages;
+  for (Node* node = self.here.after; nbytes > 0 && node != &self.here; node = node->after) {
+    const Stay& stay = *Stay::of(node);
+    const c10::StorageImpl* const storage = stay.alias.storage().unsafeGetStorageImpl();
+    const bool is_changed = static_cast<int64_t>(stay.alias._version()) != stay.version;
+    if (stay.is_state || is_changed || is_parked(self, storage)) continue;
+    if (storages.insert(storage).second) nbytes -= static_cast<int64_t>(storage->nbytes());
+  }
+  const auto lies_there = [&](const Stay& stay) {
+    return storages.count(stay.alias.storage().unsafeGetStorageImpl()) != 0;
+  };
+  return list_of(self, lies_there);
 }
 
 // No value has an anchor any more.
@@ -582,6 +607,7 @@ PyMemberDef stays_members[] = {{"pack_in_python", T_OBJECT_EX, offsetof(Stays, p
 PyMethodDef stays_methods[] = {{"pack", Stays_pack, METH_O, nullptr},
                                {"unpack", Stays_unpack, METH_O, nullptr},
                                {"all", Stays_all, METH_NOARGS, nullptr},
+                               {"oldest", Stays_oldest, METH_O, nullptr},
                                {"expect", Stays_expect, METH_VARARGS, nullptr},
                                {"anchor", Stays_anchor, METH_VARARGS, nullptr},
                                {"forget_anchors", Stays_forget_anchors, METH_NOARGS, nullptr},

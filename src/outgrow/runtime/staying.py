@@ -216,26 +216,35 @@ class Staying:
         with torch._C._DisableTorchDispatch():  # the stay's own may lose its memory while autograd has this in hand
             return tensor.detach()
 
-    def show_all(self, *, is_over: bool = False) -> None:
-        """Show the pool those that it does not know, as if saved before all that it knows.
+    def show(self, nbytes: int) -> bool:
+        """Show the pool the oldest of those that it does not know, as if saved before all that it knows.
 
-        Once the step `is_over`, aliases of training state, which never leave, are counted where they are.
+        As many as come to `nbytes`, if there are: each that is shown is unpacked in Python. Whether any was.
         """
         if self._stays is None:
-            return
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            for stay in reversed(self._stays.all()):
-                self._show(stay, is_over=is_over)
+            return False
+        oldest = self._stays.oldest(nbytes)
+        return self._show_each(oldest) or (bool(oldest) and self._show_each(self._stays.all()))
 
-    def _show(self, stay: Stay, *, is_over: bool) -> None:
+    def show_all(self) -> None:
+        """The step is over: show the pool all. Aliases of training state, which never leave, are counted there."""
+        if self._stays is not None:
+            self._show_each(self._stays.all(), is_over=True)
+
+    def _show_each(self, stays: Sequence[Stay], *, is_over: bool = False) -> bool:
+        """Show the pool some of them, the oldest first; whether it took any."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            return sum(self._show(stay, is_over=is_over) for stay in reversed(stays)) > 0
+
+    def _show(self, stay: Stay, *, is_over: bool) -> bool:
         """Show the pool one of them, if it lies where the pool could do something about it; or count it."""
         tensor = stay.tensor
         record = self._ledger.see(tensor)
         if record is None or tensor._version != stay.version or self._pool.is_parked(record):
-            return
+            return False
         is_state = record.serial in self._kinds
         if is_state and not is_over:
-            return
+            return False
         # Below autograd, where recipes run, another alias would not share the version counter.
         handle = Handle(self._owner, tensor, stay.epoch, stay.number, alias=tensor)
         if is_state:
@@ -244,6 +253,7 @@ class Staying:
         else:
             handle.enter(self._pool.adopt(tensor, record, is_oldest=True), self._nothing)
         stay.give_way(handle)
+        return True
 
 
 def _expected(plan: Plan) -> tuple[array[int], array[int]]:
