@@ -355,6 +355,31 @@ def test_what_begins_late_in_steps_that_nobody_watches_is_counted_and_gets_its_r
                 assert highest <= budget, f"step {k}"
 
 
+def test_what_comes_in_some_steps_that_nobody_watches_passes_the_budget_once() -> None:
+    """A validation in the middle of every fourth step, under a plan that keeps everything."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(3)])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def train(budget: int) -> list[int]:
+        peaks = []
+        with outgrow.Session(model, optimizer, budget=budget) as session:
+            for k in range(24):
+                with session.step():
+                    loss = model(torch.randn(1024, 256)).square().mean()
+                    if k % 4 == 3:
+                        with torch.no_grad():
+                            model(torch.ones(1400, 256))
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                peaks.append(session.summary().measured_peak_bytes)
+        return peaks
+
+    budget = int(0.9 * max(train(1 << 40)))
+    assert sum(peak > budget for peak in train(budget)) <= 1
+
+
 def test_after_a_search_that_found_nothing_better_the_next_waits_for_a_larger_change(trace: outgrow.Trace) -> None:
     kind, budget = kind_of(trace)
     assert not any(measure(kind, budget, 3, pace=1.15))

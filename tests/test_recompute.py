@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from outgrow.runtime.recipes import Recipe
 from outgrow.runtime.runner import Runner
 from outgrow.session.kind import StepKind
 from outgrow.tracing.ops import OpFacts
-from steps import RecomputeAll, digest
+from steps import RecomputeAll, Training, budget_for, digest, train_in_session, train_plain, trained_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -585,6 +585,52 @@ def test_a_plan_that_recomputes_can_be_saved_and_read(tmp_path: Any) -> None:
     assert plan.recomputes
     plan.save(tmp_path / "plan.json")
     assert outgrow.Plan.load(tmp_path / "plan.json").recomputes == plan.recomputes
+
+
+class Renormalized(nn.Module):
+    """Reads the running statistics before batch norm updates them, as quantization-aware training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 256), nn.BatchNorm1d(256), nn.Linear(256, 10)
+        self.gain = nn.Parameter(torch.ones(256))
+
+    def forward(self, x: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor | float = 0.0
+        for part in x.split(16, dim=1):
+            scale = torch.sqrt(statistics[1] + 1e-3) * self.gain
+            h = F.batch_norm(self.first(part), *statistics, self.norm.weight, self.norm.bias, training=True)
+            out = out + self.last(torch.tanh(h) * torch.sin(scale) * torch.sigmoid(statistics[1]))
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+@pytest.mark.parametrize("whose", ["the model's", "the program's", "the step's"])
+@pytest.mark.parametrize("policy", [RecomputeAll(), "checkpoint", "superneurons"], ids=str)
+def test_batch_norm_writes_to_its_running_statistics_though_it_does_not_say_so(whose: str, policy: Any) -> None:
+    """Once a step, and not again where its output is made anew. What was read before is not what is read later."""
+
+    def make() -> Training:
+        torch.manual_seed(0)
+        model = Renormalized()
+        kept = (torch.zeros(256), torch.ones(256))
+
+        def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+            statistics = {
+                "the model's": (model.norm.running_mean, model.norm.running_var),
+                "the program's": kept,
+                "the step's": (torch.zeros(256), torch.ones(256)),
+            }[whose]
+            x = torch.randn(512, 32, generator=torch.Generator().manual_seed(k))
+            loss: torch.Tensor = model(x, statistics).pow(2).mean()
+            return loss + sum(item.sum() for item in statistics).detach()
+
+        return trained_on(lambda: model, loss_of)()
+
+    share = 1.0 if isinstance(policy, RecomputeAll) else 0.75
+    ours, summaries = train_in_session(make, 6, budget=budget_for(make, share), policy=policy, least_moved_bytes=1)
+    assert ours == train_plain(make, 6)
+    assert summaries[-1].recomputed_bytes > 0
 
 
 def test_an_error_in_a_step_is_not_hidden_by_what_cannot_be_made_anew_at_the_end(

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
+import outgrow
 from outgrow.planning.policies import Policy
 from outgrow.runtime.settings import settings, under
 from steps import (
@@ -217,6 +218,93 @@ def test_an_ensemble_that_runs_as_one(policy: str | Policy, share: float) -> Non
     ours, summaries = train_in_session(make, 7, budget=int(share * peak), policy=policy)
     assert ours == plain
     assert max(summary.measured_peak_bytes for summary in summaries) <= share * peak
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru", RecomputeAll()], ids=str)
+def test_autograd_gets_back_what_it_saved_of_a_subclass_that_runs_ops_itself(policy: str | Policy) -> None:
+    def make() -> Training:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        optimizer = momentum(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(k))
+            loss = model(TwoTensor(x, x + 1)).pow(2).mean()
+            loss.backward()
+            for parameter in model.parameters():
+                assert isinstance(parameter.grad, TwoTensor)
+                parameter.grad = parameter.grad.a + parameter.grad.b
+            optimizer.step()
+            optimizer.zero_grad()
+            return (loss.a + loss.b).detach()
+
+        return Training([model], [optimizer], run)
+
+    ours, _ = train_in_session(make, 5, budget=1 << 30, policy=policy)
+    assert ours == train_plain(make, 5)
+
+
+def test_addresses_that_saved_tensor_hooks_ask_for_stay_true() -> None:
+    """Copies are looked up by them, in `torch.autograd.graph.allow_mutation_on_saved_tensors` for one."""
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+    saved: list[tuple[torch.Tensor, int]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append((tensor, tensor.data_ptr()))
+        return tensor
+
+    def step() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            h = model(torch.randn(1024, WIDTH))
+        for _ in range(8):
+            h = torch.cos(h * 1.1)
+        h.sum().backward()
+        assert all(tensor.data_ptr() == address for tensor, address in saved)
+        saved.clear()
+
+    with outgrow.Session(model, budget="1GiB") as session:
+        with session.step():
+            step()
+        budget = int(0.6 * session.peak_bytes)
+    for policy in ("lru", "auto"):
+        with outgrow.Session(model, budget=budget, policy=policy) as session:
+            for _ in range(5):
+                with session.step():
+                    step()
+                assert session.summary().offloaded_bytes + session.summary().recomputed_bytes > 0
+
+
+def test_a_saved_tensor_may_be_changed_where_pytorch_is_asked_to_allow_it() -> None:
+    def make() -> Training:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers)
+        optimizer = momentum(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            with torch.autograd.graph.allow_mutation_on_saved_tensors():
+                h = model[0](torch.randn(1024, WIDTH, generator=torch.Generator().manual_seed(k)))
+                squares = h * h
+                h.sin_()
+                loss = (model[1:](squares) + h).pow(2).mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    ours, _ = train_in_session(make, 5, budget=budget_for(make, 1.0), policy="lru")
+    assert ours == train_plain(make, 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_script_that_the_budget_has_no_room_for_says_so() -> None:
+    """Its interpreter raises an error of its own, without the words of ours."""
+    model = torch.jit.script(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)))
+    with outgrow.Session(model, budget=2 << 20) as session, pytest.raises(RuntimeError) as raised, session.step():
+        model(torch.randn(1024, 64))
+    assert "is too small" in raised.value.__notes__[0]
 
 
 def partly_scripted() -> nn.Module:

@@ -12,6 +12,7 @@
 // And it has autograd sum up gradients in place, as it does where nobody looks: see `is_sum_of_gradients`.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -81,6 +82,7 @@ struct State {
   int64_t open;            // while it holds less than so many bytes, the allocator refuses nothing that fits the budget
   int64_t loose;           // whether ops may be smaller than those that were learned, which goes on and on
   int64_t modes;           // how many dispatch modes there are, ours with them
+  int64_t hooks;           // and how many saved-tensor hooks, of which autograd asks the last
   int64_t budget;          // bytes
   int64_t peak;            // the highest live bytes at any op that passed
   int64_t passed;          // ops that did
@@ -425,7 +427,10 @@ void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t lo
   uint64_t written = 0;
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].alias_info() == nullptr || !arguments[i].alias_info()->isWrite()) continue;
+    // Batch norm does not say that it updates its running statistics.
+    const bool is_updated = writes && arguments[i].name().rfind("running_", 0) == 0;
+    const bool is_written = arguments[i].alias_info() != nullptr && arguments[i].alias_info()->isWrite();
+    if (!is_written && !is_updated) continue;
     if (i >= 64 || !writes) return;
     written |= uint64_t{1} << i;
   }
@@ -454,6 +459,7 @@ bool writes_safely(const Expected& next, const torch::jit::Stack& stack, size_t 
   for (size_t i = 0; i < count; ++i) {
     if ((next.written >> i & 1) == 0) continue;
     const c10::IValue& item = stack[stack.size() - count + i];
+    if (item.isNone()) continue;
     if (!item.isTensor() || followed.count(item.toTensor().storage().unsafeGetStorageImpl())) return false;
   }
   return true;
@@ -523,6 +529,8 @@ bool fits(State& now, const Expected& next) {
   return true;
 }
 
+int64_t saved_tensor_hooks() { return static_cast<int64_t>(at::SavedTensorDefaultHooks::get_tls_state().stack.size()); }
+
 void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::Stack* stack) {
   const c10::DispatchKeySet keys = all & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   State* const now = state != nullptr ? state : state_of_gpu.load();
@@ -534,6 +542,10 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   }
   if (is_sum_of_gradients(*now, op, *stack)) {
     add_in_place(stack);
+    return;
+  }
+  if (saved_tensor_hooks() != now->hooks) {  // the program's own hooks may keep the address of what an op saves
+    op.redispatchBoxed(keys, stack);
     return;
   }
   if (!(now->learns || now->passes) || now->number >= now->length) {
@@ -579,6 +591,9 @@ void outgrow_fastpath_install() {
   library = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
   library->fallback(torch::CppFunction::makeFromBoxedFunction<&watch>());
 }
+
+// How many saved-tensor hooks there are on this thread.
+int64_t outgrow_fastpath_hooks() { return saved_tensor_hooks(); }
 
 // Ops on this thread are the step's from now on. 0 if they cannot be seen here: another step on a GPU is under way.
 int outgrow_fastpath_enter(State* now) {

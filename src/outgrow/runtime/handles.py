@@ -78,10 +78,18 @@ class Handle:
     )
 
     def __init__(
-        self, owner: Owner, tensor: torch.Tensor, epoch: int, number: int, alias: torch.Tensor | None = None
+        self,
+        owner: Owner,
+        tensor: torch.Tensor,
+        epoch: int,
+        number: int,
+        *,
+        alias: torch.Tensor | None = None,
+        wrapper: torch.Tensor | None = None,
     ) -> None:
         """Saved tensor `number` of step `epoch`. An `alias` of it must share its version counter.
 
+        Of one that has no memory of its own, the `wrapper` that is handed back is not to be the tensor itself either.
         Must run with dispatch modes switched off: making the alias is no op of the step.
         """
         if alias is None:  # the tensor itself may be the output of the very node that saves it: no knots
@@ -91,7 +99,7 @@ class Handle:
         self.number = number
         self.recorded = -1
         self.ghost = alias
-        self.tensor: torch.Tensor | None = alias
+        self.tensor: torch.Tensor | None = alias if wrapper is None else wrapper
         self.entry: Entry | None = None
         self.record: StorageRecord | None = None
         self.nbytes = nbytes_of(tensor)

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _disable_current_modes
 
 from outgrow.runtime.clock import DeviceClock
 from outgrow.runtime.current import CurrentStep
@@ -30,6 +31,7 @@ from outgrow.runtime.staying import Stay, Staying
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.tracing.ir import Event
 from outgrow.tracing.ledger import Ledger
+from outgrow.tracing.ops import wraps
 
 # Where ops are not watched, the resident set is looked at every so many saved tensors.
 _PACKS_PER_LOOK = 8
@@ -135,6 +137,12 @@ class Hooks:
         while self._released_elsewhere and threading.get_ident() == self._thread:
             self.released(self._released_elsewhere.popleft())
 
+    @property
+    def are_asked(self) -> bool:
+        """Whether autograd asks these hooks, and not the program's own, which may keep the address of anything."""
+        asked = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return asked is None or asked[0] is self.staying.pack
+
     def _look(self) -> None:
         """Now and then in a step that nobody watches: let in who waits, and look at what there is."""
         if self._interrupts.waiting:
@@ -164,8 +172,9 @@ class Hooks:
         if self._released_elsewhere:
             self.catch_up()
         current = self._current
+        wrapper = _detached_wrapper(tensor) if wraps(tensor) else None
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            handle = Handle(self, tensor, current.epoch, self._ticks.number)
+            handle = Handle(self, tensor, current.epoch, self._ticks.number, wrapper=wrapper)
             self._ticks.number += 1
             record = self._ledger.see(tensor) if _is_plain(tensor) else None
             if current.recording is not None:
@@ -271,6 +280,12 @@ class Hooks:
             self._pool.drop(handle.entry)
         elif handle.record is not None:
             handle.record.aliases -= 1
+
+
+def _detached_wrapper(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor around what a subclass has in place of memory, as the subclass makes it: no op of the step."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return tensor.detach()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from outgrow.runtime.entry import Entry
 from outgrow.runtime.settings import Settings, settings, under
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, outputs_of, tensors_in, written_tensors
+from outgrow.tracing.ops import OpFacts, outputs_of, tensors_in, updated_statistics, written_tensors
 
 # Runs an op of a recipe inside the budget, given what tells what it needs, if that is known.
 RunAgain = Callable[[Any, tuple[Any, ...], dict[str, Any], Hashable], Any]
@@ -47,21 +47,17 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A parameter or buffer that a call read. `alias` costs no memory: it counts as ours where state may be lent.
-
-    `is_read` is false for running statistics that the call only updates: what they are does not matter to it.
-    """
+    """A parameter or buffer that a call read. `alias` costs no memory: it counts as ours where state may be lent."""
 
     alias: torch.Tensor
     record: StorageRecord
     writes: int
     is_buffer: bool
-    is_read: bool
 
     def is_as_it_was(self) -> bool:
         """Whether nobody has written to it since."""
         # The alias does not tell: made below autograd, it has versions of its own.
-        return not self.is_read or self.record.writes == self.writes
+        return self.record.writes == self.writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +65,18 @@ class Shape:
     """A tensor of which a call read no elements, kept without memory (on the meta device)."""
 
     tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """Running statistics that a call updates and does not read: memory like theirs does when it runs again."""
+
+    like: torch.Tensor  # on the meta device
+    device: torch.device
+
+    def made(self) -> torch.Tensor:
+        """Such memory."""
+        return torch.empty_like(self.like, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +93,8 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an op. `args` and `kwargs` have a `Window`, a `State` or a `Shape` in place of each tensor.
+    """One call of an op. `args` and `kwargs` have a `Window`, a `State`, a `Shape` or a `Blank` in place of
+    each tensor.
 
     `writes` are the contents that it replaced, each with what they became; `made` what its outputs are, in order
     (None for one that is no plain tensor). `dice` are as they were before it drew random numbers, and `settings` as
@@ -179,25 +188,26 @@ class Cookbook:
         if facts.reads_shape and _is_strided(args[0]):
             # The result is made where the true one was, not where its shape's stand-in is.
             kwargs = {**kwargs, "device": kwargs.get("device") or args[0].device}
-            args = (_shape_of(args[0]), *args[1:])
-        buffers_are_read = not _only_updates_buffers(func, args)
+            args = (Shape(_on_meta(args[0])), *args[1:])
+        # What they become is no recipe's: a value that is made from it has none.
+        statistics = {id(tensor) for tensor in updated_statistics(facts, args)}
+        given = [Blank(_on_meta(item), item.device) if id(item) in statistics else item for item in args]
         try:
-            kept_args = [self._kept(item, see, before.contents, reads, states, buffers_are_read) for item in args]
+            kept_args = [self._kept(item, see, before.contents, reads, states) for item in given]
             kept_kwargs = {
-                name: self._kept(item, see, before.contents, reads, states, buffers_are_read)
-                for name, item in kwargs.items()
+                name: self._kept(item, see, before.contents, reads, states) for name, item in kwargs.items()
             }
         except _NoWindow:
             return
         writes: list[tuple[Contents, Contents]] = []
-        for tensor in written_tensors(facts, args, kwargs):
+        for tensor in written_tensors(facts, given, kwargs):
             record = self._ledger.see(tensor)
             if record is None or self._kinds.get(record.serial, Kind.BUFFER) is not Kind.BUFFER:
                 return  # training state cannot be changed twice
             if record.serial not in self._kinds:
                 writes.append((before.contents[record.serial], contents_of(record)))
         made: list[Contents | None] = []
-        touched = [see(tensor) for tensor in tensors_in(args, kwargs)]
+        touched = [see(tensor) for tensor in tensors_in(given, kwargs)]
         for tensor in outputs_of(result):
             record = self._ledger.see(tensor)
             touched.append(record)
@@ -236,10 +246,9 @@ class Cookbook:
         before: Mapping[int, Contents],
         reads: list[Contents],
         states: list[State],
-        buffers_are_read: bool,
     ) -> Any:
         if isinstance(item, list | tuple):
-            return [self._kept(inner, see, before, reads, states, buffers_are_read) for inner in item]
+            return [self._kept(inner, see, before, reads, states) for inner in item]
         if not isinstance(item, torch.Tensor):
             return item
         record = see(item) if item.layout is torch.strided else None
@@ -247,10 +256,7 @@ class Cookbook:
             raise _NoWindow
         kind = self._kinds.get(record.serial)
         if kind is not None:
-            alias = item.detach()
-            is_buffer = kind is Kind.BUFFER
-            is_read = buffers_are_read or not is_buffer
-            states.append(State(alias, record, record.writes, is_buffer, is_read))
+            states.append(State(item.detach(), record, record.writes, kind is Kind.BUFFER))
             return states[-1]
         offset = int(item.storage_offset())
         window = Window(before[record.serial], item.dtype, item.shape, item.stride(), offset)
@@ -281,7 +287,7 @@ class Cookbook:
 
         if self._rests or not ask(target):
             return None
-        states = {state.record.serial: state.record for call in order for state in call.states if state.is_read}
+        states = {state.record.serial: state.record for call in order for state in call.states}
         leaves = frozenset((*states, *(serial for serial, _ in sources)))
         return Recipe(target, tuple(order), sources, tuple(states.values()), leaves)
 
@@ -294,18 +300,8 @@ def _is_strided(item: Any) -> bool:
     return isinstance(item, torch.Tensor) and item.layout is torch.strided and not item.is_nested
 
 
-def _shape_of(tensor: torch.Tensor) -> Shape:
-    return Shape(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
-
-
-def _only_updates_buffers(func: Any, args: Sequence[Any]) -> bool:
-    """Batch norm in training does not look at its running statistics. It updates them, and does not say so."""
-    if "batch_norm" not in str(func):
-        return False
-    if "_with_update" in str(func):  # which exists for training alone
-        return True
-    names = [argument.name for argument in func._schema.arguments]
-    return any(name in ("training", "train") and value is True for name, value in zip(names, args, strict=False))
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def contents_of(record: StorageRecord) -> Contents:
@@ -328,8 +324,7 @@ def replay(
     """Make a value anew. `fetch` brings a source, `run` runs one op inside the budget.
 
     Contents that a call writes to are cloned first unless the replay itself made them and reads them no more, and
-    so are buffers: batch norm updates its running statistics without saying so. Where it does not read them, blank
-    memory does.
+    so are buffers: an op may write to them without saying so.
 
     Raises:
         OtherOutputs: a call gave more tensors than before, or fewer.
@@ -392,7 +387,7 @@ def _given(item: Any, storages: Mapping[Contents, torch.UntypedStorage]) -> Any:
     if isinstance(item, Window):
         return item.on(storages[item.contents])
     if isinstance(item, State):
-        if not item.is_buffer:
-            return item.alias
-        return item.alias.clone() if item.is_read else torch.empty_like(item.alias)
+        return item.alias.clone() if item.is_buffer else item.alias
+    if isinstance(item, Blank):
+        return item.made()
     return item.tensor if isinstance(item, Shape) else item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,16 @@ from outgrow.runtime.recompute import Recomputer
 from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.room import Room
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, OpTable, is_opaque, outputs_of, parts_of, tensors_in, written_tensors
+from outgrow.tracing.ops import (
+    OpFacts,
+    OpTable,
+    is_opaque,
+    outputs_of,
+    parts_of,
+    tensors_in,
+    updated_statistics,
+    written_tensors,
+)
 from outgrow.tracing.recorder import accumulates_gradient
 
 _LOG = logging.getLogger(__name__)
@@ -107,8 +117,8 @@ class Runner:
             self._demand.before(facts, inputs)
         if parking.busy:
             parking.touch(inputs)
-            if facts.writes:
-                for tensor in written_tensors(facts, args, kwargs):
+            if facts.may_write:
+                for tensor in chain(written_tensors(facts, args, kwargs), updated_statistics(facts, args)):
                     changed = see(tensor)
                     if changed is not None:
                         parking.before_change(changed)
@@ -128,18 +138,19 @@ class Runner:
             need = NOTHING
         self._room.prepare(need, facts.name)
         written: list[StorageRecord] = []
+        statistics: list[StorageRecord] = []
         versions: list[tuple[torch.Tensor, int]] = []
         if facts.writes or is_free:
             places = list(written_tensors(facts, args, kwargs)) if facts.writes else args[:1]
             records = (see(tensor) for tensor in places)
             written = [record for record in records if record is not None]
-            recomputer.before_write(written)
-            for record in written:
-                if parking.busy:
-                    parking.before_write(record)
-                self._pool.written(record)
+            self._before_write(written)
             if facts.name.startswith(_LOSES_VERSIONS):
                 versions = [(tensor, tensor._version) for tensor in places if not tensor.is_inference()]
+        if facts.statistics:
+            records = (see(tensor) for tensor in updated_statistics(facts, args))
+            statistics = [record for record in records if record is not None and record not in written]
+            self._before_write(statistics)
         before = ledger.live_bytes
         if recording is not None:
             recording.begin(is_timed=not facts.is_view)
@@ -163,11 +174,13 @@ class Runner:
         outputs = [tensor for made in outputs_of(result) for tensor in (made, *parts_of(made))]
         for tensor in outputs:
             see(tensor)
-        if parking.on:
+        if not self._hooks.are_asked:
+            parking.expose((*inputs, *outputs))
+        elif parking.on:
             parking.ran(number, func, facts, args, inputs, written, outputs, newest)
         if self._demand.on:
             self._demand.ran(facts, inputs, written, outputs, newest)
-        for record in written:
+        for record in chain(written, statistics):
             record.writes += 1
         if contents is not None:
             recomputer.take_down(func, facts, args, kwargs, contents, result, signature)
@@ -176,11 +189,19 @@ class Runner:
             and (need.measured or (fast.is_loose and measured is not None and not need.depends_on_data))
             and not (is_free or parking.looks_out_for(number) or self._wants_care(facts, inputs, outputs))
         ):
-            self._let_pass(number, facts, rise, written)
+            self._let_pass(number, facts, rise, [*written, *statistics])
         current.came_to(max(before + rise, ledger.live_bytes))
         if recording is not None:
             recording.tell(func, facts, args, kwargs, inputs, outputs, result, rise_bytes=rise)
         return result
+
+    def _before_write(self, written: Sequence[StorageRecord]) -> None:
+        """An op is about to write to these storages."""
+        self._recomputer.before_write(written)
+        for record in written:
+            if self._parking.busy:
+                self._parking.before_write(record)
+            self._pool.written(record)
 
     def _wants_care(self, facts: OpFacts, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
         """Whether ops like this one are never let past the mode."""
@@ -192,7 +213,7 @@ class Runner:
         """Op `number` may pass from the next step on, if it writes to nothing that matters."""
         if not any(record.followers for record in written):
             gated = not facts.writes and self._calls.wants_gate(facts)
-            writes = bool(facts.writes)
+            writes = bool(facts.writes or written)
             self._fast.needs_no_care(number, rise_bytes, writes=writes, gated=gated, draws=facts.draws)
 
     def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -59,6 +59,8 @@ from outgrow.units import parse_bytes
 _LOG = logging.getLogger(__name__)
 # Summaries that are remembered: of a long training the last ones are what is looked at.
 _MOST_SUMMARIES = 1000
+# The interpreter of scripts has an error of its own for whatever is raised in them, without its words.
+_IN_SCRIPT = "TorchScript"
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -208,6 +210,7 @@ class Session:
         self._in_step = False
         self._thread = 0  # that the step is on
         self._begun: Plan | None = None  # what the step that is open goes by
+        self._refusal = ""  # the last one in it, in words: errors hold what their frames hold
         self._history: deque[Summary] = deque(maxlen=_MOST_SUMMARIES)
         self._untimed: tuple[StepKind | None, Plan | None, StepOutcome, bool] | None = None
         self._oom_retries = self._replans = 0
@@ -378,6 +381,7 @@ class Session:
             is_foreign=kind is not None and kind.is_foreign,
         )
         self._begun = plan
+        self._refusal = ""
 
     def _optimizer_begins(self) -> None:
         """An optimizer is about to make its state, of which no plan knows."""
@@ -412,6 +416,8 @@ class Session:
         if error is not None:
             if outcome.failure is not None:
                 error.add_note(str(outcome.failure))
+            if self._refusal and _IN_SCRIPT in str(error):
+                error.add_note(self._refusal)
             if isinstance(error, BudgetTooSmall):
                 self._kinds.refused(is_strange=not outcome.followed)
             return
@@ -420,7 +426,8 @@ class Session:
         begun = expected.plan if self._kinds.has_turned and expected is not None else self._begun
         plan = begun if outcome.followed else None
         self._kinds.count()
-        self._wary = self._wary or outcome.unseen
+        is_over = outcome.followed and outcome.knows_peak and outcome.peak_bytes > self.budget_bytes
+        self._wary = self._wary or outcome.unseen or is_over
         went_by_it = outcome.fit is Fit.EXACT and not outcome.turned_late
         if expected is not None and plan is not None and recorder is None and went_by_it:
             # What was proved will be dropped from now on, and wants room when it is made anew.
@@ -430,7 +437,6 @@ class Session:
             assert expected is not None
             if outcome.fits and sum(outcome.packs) > sum(expected.largest_held):
                 expected.largest_held = outcome.packs
-            self._wary = self._wary or (outcome.knows_peak and outcome.peak_bytes > self.budget_bytes)
             self._kinds.resembled(outcome.packs, outcome.fit)
             plan = None  # what it predicts is not for such sizes
         is_known_well = outcome.followed and expected is not None and expected.steady
@@ -549,7 +555,9 @@ class Session:
         holders["saved values in use"] = saved
         holders["buckets of gradients"] = self._state.hidden_bucket_bytes()
         holders["other tensors and this op"] = max(0, needed - sum(holders.values()))
-        return BudgetTooSmall(self.budget_bytes, needed, holders, where, exact=False)
+        refusal = BudgetTooSmall(self.budget_bytes, needed, holders, where, exact=False)
+        self._refusal = str(refusal)
+        return refusal
 
 
 class Step:

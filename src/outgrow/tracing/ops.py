@@ -35,6 +35,11 @@ _OVERWRITING = frozenset(
 )
 # These draw random numbers and do not carry the tag.
 _UNTAGGED_DICE = frozenset({"random", "random_"})
+# What batch norm updates; what tells whether it does; and by name which of its operators never do, or always.
+_STATISTICS = ("running_mean", "running_var")
+_TRAINS = ("training", "train")
+_LEAVES_STATISTICS = ("backward", "functional")
+_UPDATES_STATISTICS = ("aten._batch_norm_with_update", "aten.batch_norm_update_stats", "aten.batch_norm_gather_stats")
 # What sparse tensors are made of.
 _PARTS: Mapping[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
     torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
@@ -64,6 +69,8 @@ class OpFacts:
     `over_lists`: it takes lists of tensors in turn: where it fails, half of them may be done.
     `sized_by_floats`: numbers that need not be whole say how much it makes.
     `sized_by_data`: what its tensors hold may say so: `nonzero`, an index that is a mask.
+    `statistics`: positions of the running statistics that batch norm updates, where the argument at `trains_at` says
+    that it trains (-1: always). It does not read them then; and most schemas do not say that it writes.
     """
 
     name: str
@@ -80,6 +87,13 @@ class OpFacts:
     over_lists: bool
     sized_by_floats: bool
     sized_by_data: bool
+    statistics: tuple[int, ...] = ()
+    trains_at: int = -1
+
+    @property
+    def may_write(self) -> bool:
+        """Whether it may write to anything that it is given."""
+        return bool(self.writes or self.statistics)
 
 
 def facts_of(func: Any) -> OpFacts:
@@ -114,7 +128,19 @@ def facts_of(func: Any) -> OpFacts:
         over_lists=over_lists,
         sized_by_floats=name.startswith(_SIZED_BY_FLOATS),
         sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
+        **_statistics_of(name, schema) if is_aten and "batch_norm" in base else {},
     )
+
+
+def _statistics_of(name: str, schema: Any) -> dict[str, Any]:
+    """Which running statistics an operator of batch norm updates, and what says whether it does."""
+    names = [argument.name for argument in schema.arguments]
+    trains_at = next((names.index(flag) for flag in _TRAINS if flag in names), -1)
+    if any(part in name for part in _LEAVES_STATISTICS) or (
+        trains_at < 0 and not name.startswith(_UPDATES_STATISTICS)
+    ):
+        return {}
+    return {"statistics": tuple(names.index(each) for each in _STATISTICS if each in names), "trains_at": trains_at}
 
 
 class OpTable:
@@ -170,15 +196,25 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
         yield from tensors_within(item)
 
 
+def updated_statistics(facts: OpFacts, args: Sequence[Any]) -> list[torch.Tensor]:
+    """The running statistics that a call of batch norm updates, whether or not its schema says that it writes."""
+    if not facts.statistics or (facts.trains_at >= 0 and not args[facts.trains_at]):
+        return []
+    return [args[place] for place in facts.statistics if isinstance(args[place], torch.Tensor)]
+
+
+def wraps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that runs ops itself, with other tensors in place of memory."""
+    kind = type(tensor)
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor)
+
+
 def is_opaque(tensor: torch.Tensor) -> bool:
     """Whether a tensor's storage is not the memory that ops read of it.
 
     A sparse one is made of others, a wrapper lies around others, and zeros of forward derivatives have none.
     """
-    kind = type(tensor)
-    if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor):
-        return True
-    return tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor()
+    return wraps(tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor()
 
 
 def is_sized_by_data(facts: OpFacts, inputs: Sequence[torch.Tensor]) -> bool:
