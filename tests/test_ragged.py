@@ -27,6 +27,7 @@ from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recompute import Recomputer
 from outgrow.session.kind import StepKind
 from outgrow.session.kinds import Kinds
+from outgrow.session.recorded import Recorded
 from outgrow.tracing.ir import Fit, Trace
 from outgrow.tracing.liveness import plain_profile
 from steps import (
@@ -374,6 +375,37 @@ def test_a_size_that_comes_often_gets_a_plan_of_its_own(outcomes: list[StepOutco
     assert sum(outcome.followed and outcome.fit is Fit.EXACT for outcome in often) >= 3
 
 
+@pytest.mark.parametrize(("make", "least", "most"), [(sequences, 20, 64), (images, 12, 40)])
+def test_sizes_that_nobody_recorded_are_planned_for(
+    make: Callable[[Sequence[int]], Make], least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that were recorded show how all else grows, in steps that are larger than both, too."""
+    recorded, foreseen = [], []
+    learn, foresee = Recorded.learn, Recorded.foresee
+
+    def learnt(self: Recorded, outcome: StepOutcome, trace: Trace, *rest: Any, **options: Any) -> StepKind:
+        recorded.append(trace)
+        return learn(self, outcome, trace, *rest, **options)
+
+    def foresaw(self: Recorded, packs: tuple[int, ...], planned_budget: int) -> StepKind | None:
+        kind = foresee(self, packs, planned_budget)
+        foreseen.append(kind)
+        return kind
+
+    monkeypatch.setattr(Recorded, "learn", learnt)
+    monkeypatch.setattr(Recorded, "foresee", foresaw)
+    middle = (least + most) // 2
+    dice = Random(6)
+    sizes = [middle, middle + 2, middle - 4, *(dice.randint(least, most) for _ in range(40)), most]
+    budget = budget_for(make([most]), 0.7)
+    recorded.clear()
+    assert_equal_and_inside(make(sizes), len(sizes), budget)
+    assert len(recorded) <= 6
+    kinds = [kind for kind in foreseen if kind is not None]
+    assert max(kind.saved_bytes for kind in kinds) > max(trace.saved_bytes for trace in recorded)
+    assert len(kinds) >= 2
+
+
 def test_a_size_that_no_plan_holds_gets_one_though_it_comes_late_and_seldom(outcomes: list[StepOutcome]) -> None:
     """And though many are known by then."""
     dice, usual = Random(4), (30, 34, 38, 42, 46, 50)
@@ -605,11 +637,13 @@ def recorded_of_small_ones(traces: dict[int, Trace], *, lost: float, fit: Fit = 
         kinds.turn_to(kinds.find(traces[16].packs[:1]), Fit.SMALLER)
         packs = tuple(nbytes - length % 4 for nbytes in traces[16].packs)
         kinds.count()
-        kinds.resembled((*packs[:-1], length), fit)
+        packs = (*packs[:-1], length)
         kind = kinds.expected
-        kinds.seen(kind, kind, (*packs[:-1], length))
-        if fit is Fit.SMALLER:
-            kinds.fared(kind, (*packs[:-1], length), lost)
+        assert kind is not None
+        wants_plan = kinds.resembled(packs, fit)
+        kinds.seen(kind, kind, packs)
+        if wants_plan or (fit is Fit.SMALLER and kinds.fared(kind, packs, lost)):
+            kinds.record_for_want_of_plan(packs)
         recorded.append(kinds.should_record)
     return recorded
 
@@ -633,10 +667,10 @@ def test_a_session_tells_what_smaller_steps_lost(monkeypatch: pytest.MonkeyPatch
     told: list[float] = []
     fared = Kinds.fared
 
-    def noted(self: Kinds, kind: StepKind, packs: tuple[int, ...], lost: float) -> None:
+    def noted(self: Kinds, kind: StepKind, packs: tuple[int, ...], lost: float) -> bool:
         assert sum(packs) < kind.saved_bytes
         told.append(lost)
-        fared(self, kind, packs, lost)
+        return fared(self, kind, packs, lost)
 
     sizes = [64, *ragged(20, 60, 11)]
     budget = budget_for(sequences([64]), 0.7)
@@ -657,10 +691,12 @@ def test_where_there_are_many_sizes_one_more_that_goes_well_is_not_recorded(trac
         for _ in range(8):
             kinds.turn_to(kinds.find(traces[24].packs[:1]), Fit.SMALLER)
             kinds.count()
-            kinds.resembled(between.packs, Fit.SMALLER)
+            wants_plan = kinds.resembled(between.packs, Fit.SMALLER)
             kind = kinds.expected
+            assert kind is not None
             kinds.seen(kind, kind, between.packs)
-            kinds.fared(kind, between.packs, lost=1)
+            if wants_plan or kinds.fared(kind, between.packs, lost=1):
+                kinds.record_for_want_of_plan(between.packs)
             records.append(kinds.should_record)
         recorded.append(any(records))
     assert recorded == [True, False]

@@ -83,9 +83,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     show = Staying._show
 
-    def noted(self: Staying, stay: Any, *, is_over: bool) -> None:
+    def noted(self: Staying, stay: Any, *, is_over: bool) -> bool:
         found.append(stay.number)
-        show(self, stay, is_over=is_over)
+        return show(self, stay, is_over=is_over)
 
     monkeypatch.setattr(Staying, "_show", noted)
     return found

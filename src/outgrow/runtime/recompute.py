@@ -58,6 +58,10 @@ class Verdicts:
     gradients: dict[int, bool] = field(default_factory=dict)
     cramped: Counter[int] = field(default_factory=Counter)
 
+    def for_other_sizes(self) -> Verdicts:
+        """What they say of a step that differs in its sizes alone."""
+        return Verdicts(dict(self.good), set(self.bad))
+
 
 class Recomputer:
     """The recompute half of an executor.

@@ -61,6 +61,7 @@ class StepKind:
         met: how many steps of this kind there were.
         is_planned: whether a plan was searched for; else the cache decides until it comes again.
         is_rough: its plan was made at once, and is for steps of all sizes up to its own.
+        is_foreseen: nobody recorded it: its trace is made from those of two others.
         is_resized: when it was met first, there was one that differs from it in its sizes alone.
         syncs: for each data-parallel wrapper whether the step exchanges gradients, which no saved tensor shows.
         bytes_before: what is there as the step that is open begins, or as the last one began.
@@ -90,6 +91,7 @@ class StepKind:
     number: int = 0
     met: int = 0
     is_planned: bool = True
+    is_foreseen: bool = False
     is_resized: bool = False
     is_rough: bool = False
     syncs: tuple[bool, ...] = ()
@@ -207,6 +209,7 @@ class StepKind:
         self.verdicts.gradients.clear()  # named by ops of the backward pass, which may be others now
         self.go_by(plan)
         self.steady, self.is_foreign, self.is_planned, self.is_rough = steady, False, True, False
+        self.is_foreseen = False
         self.measured_peak, self.plan_seconds = measured_peak, plan_seconds
         self.seconds_since, self.wants_search = 0.0, False
 

@@ -28,6 +28,8 @@ _STRANGERS = 3
 _MANY_SIZES = 4
 # After so many steps in a row that began like smaller ones of a kind, and were not, no step is taken for one.
 _MOST_MISLED = 3
+# After so many kinds that nobody recorded and that proved to be others, none is planned for without recording it.
+_MOST_FORESEEN_WRONGLY = 2
 
 
 class Kinds:
@@ -56,6 +58,7 @@ class Kinds:
         self._strangers = Strangers()
         self._count_on_cache = True  # StepKind.counts_on_cache, for those that come
         self._misled = 0  # steps in a row that departed from the plan of a larger one
+        self._foreseen_wrongly = 0  # kinds that nobody recorded and whose steps departed from their plans
         self._fit = Fit.EXACT  # how the step that is open compares with the expected kind
 
     def expect(self, plan: Plan) -> None:
@@ -162,29 +165,60 @@ class Kinds:
         )
         return min(others, key=lambda kind: kind.saved_bytes, default=None)
 
-    def resembled(self, packs: tuple[int, ...], fit: Fit) -> None:
+    def resembled(self, packs: tuple[int, ...], fit: Fit) -> bool:
         """A step went by the plan of the expected kind, but for its sizes, which nobody knows.
 
-        The next few are recorded where those may come again; of many sizes only such as no plan is there for, or as
-        come often and have no good one.
+        Whether they are worth a plan of their own. Of many sizes only such are as no plan is there for, or as come
+        often and have no good one.
         """
         kind = self.expected
         assert kind is not None
         self._misled = 0
         is_good = kind.is_good_for(packs) and (fit is Fit.SMALLER or kind.holds(packs))
         if not self._have_many_sizes or (self._strangers.come_often(packs) and not is_good):
-            self._strangers.came(self.steps)
-        elif fit is not Fit.SMALLER and not is_good:
-            self._strangers.had_no_good_plan()
+            return True
+        return fit is not Fit.SMALLER and not is_good and self._strangers.had_no_good_plan()
 
-    def fared(self, kind: StepKind, packs: tuple[int, ...], lost: float) -> None:
+    def fared(self, kind: StepKind, packs: tuple[int, ...], lost: float) -> bool:
         """A smaller step has gone by the plan of a kind, and moved what might have stayed.
 
-        What it `lost` by that is a share of what recording a step takes: of many sizes one is recorded, in the hope
-        that it is as large, once such steps have lost as much.
+        What it `lost` by that is a share of what recording a step takes: of many sizes one is worth a plan of its own
+        once such steps have lost as much.
         """
-        if self._have_many_sizes and not kind.is_good_for(packs):
-            self._strangers.had_no_good_plan(lost)
+        return self._have_many_sizes and not kind.is_good_for(packs) and self._strangers.had_no_good_plan(lost)
+
+    def record_for_want_of_plan(self, packs: tuple[int, ...]) -> None:
+        """Sizes are worth a plan that only recording can give: the next few are, in the hope that they are as large.
+
+        Of many sizes only one step is, unless those come often.
+        """
+        if self._have_many_sizes and not self._strangers.come_often(packs):
+            self._strangers.record_next(1)
+        else:
+            self._strangers.came(self.steps)
+
+    def recorded_like(self, packs: tuple[int, ...]) -> tuple[StepKind, StepKind] | None:
+        """Two recorded kinds from which a step that saves so much differs in its sizes alone, for all that it shows.
+
+        The one that is nearest to it, and the one that is farthest from that, if there are two.
+        """
+        if self._foreseen_wrongly >= _MOST_FORESEEN_WRONGLY:
+            return None
+        such = (kind for kind in self._such() if not (kind.is_foreseen or kind.is_foreign))
+        like = [kind for kind in such if len(kind.packs) == len(packs) and kind.plan.problem.trace.fit_of(packs)]
+        if self.expected is not None:
+            names = self.expected.plan.problem.trace.op_names
+            like = [kind for kind in like if kind.plan.problem.trace.op_names == names]
+        if len(like) < 2:
+            return None
+        near = min(like, key=lambda kind: abs(kind.saved_bytes - sum(packs)))
+        far = max(like, key=lambda kind: abs(kind.saved_bytes - near.saved_bytes))
+        return None if far.saved_bytes == near.saved_bytes else (near, far)
+
+    def foresaw(self, kind: StepKind) -> None:
+        """There is a plan for a kind of step that nobody recorded."""
+        self._add(kind)
+        self._strangers.can_be_foreseen()
 
     @property
     def any_parks(self) -> bool:
@@ -208,18 +242,26 @@ class Kinds:
     def learnt(self, kind: StepKind) -> None:
         """A step was recorded, and was of this kind, which may be new."""
         if all(known is not kind for known in self._all):
-            kind.counts_on_cache = self._count_on_cache
-            self._strangers.was_met()
-            self._misled = 0
-            self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
+            self._add(kind)
         self.expected = kind
+
+    def _add(self, kind: StepKind) -> None:
+        kind.counts_on_cache = self._count_on_cache
+        self._strangers.was_met()
+        self._misled = 0
+        self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
 
     def departed(self, packs: tuple[int, ...]) -> StepKind | None:
         """A step that nobody recorded was not of the kind that was expected, but of this one, if it is known.
 
-        Where nobody knows it, the next few are recorded, and one as far ahead as the last such was ago.
+        Where nobody knows it, the next few are recorded, and one as far ahead as the last such was ago. What nobody
+        recorded, and was expected, is forgotten.
         """
         self._misled += self._fit is not Fit.EXACT
+        if self.expected is not None and self.expected.is_foreseen:
+            self._foreseen_wrongly += 1
+            self._all = [kind for kind in self._all if kind is not self.expected]
+            self.expected = max(self._such(), key=self._frequency, default=None)
         found = next((kind for kind in self._such() if kind is not self.expected and kind.is_of(packs)), None)
         if found is not None and self.expected is not None and self.expected.is_of(packs):
             # It went back otherwise: as the other one does, or in a way of its own. Who guesses again guessed wrong.
@@ -230,10 +272,10 @@ class Kinds:
             self.expected = found
             self._turned_at = self.steps
             self._hope_for(found)
-        elif self.are_ragged:
-            self._strangers.had_no_good_plan()
-        else:
+        elif not self.are_ragged:
             self._strangers.came(self.steps)
+        elif self._strangers.had_no_good_plan():
+            self._strangers.record_next(1)
         return found
 
     def _hope_for(self, kind: StepKind) -> None:

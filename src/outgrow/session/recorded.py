@@ -25,6 +25,7 @@ from outgrow.session.learning import Planner, in_a_line
 from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger
 from outgrow.tracing.liveness import with_lasting_state
+from outgrow.tracing.resizing import resized
 from outgrow.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -133,6 +134,44 @@ class Recorded:
             _LOG.info("re-planned, as %s: %s", why, in_a_line(plan, seconds))
         self._kinds.learnt(known)
         return known
+
+    def foresee(self, packs: tuple[int, ...], planned_budget: int) -> StepKind | None:
+        """A kind of step that nobody recorded, with a plan, by the bytes of each tensor that it saves.
+
+        Two that were recorded show how its ops grow. None where they do not, or where no plan is known to hold it.
+        """
+        start = time.perf_counter()
+        pair = self._kinds.recorded_like(packs)
+        if pair is None:
+            return None
+        near, far = pair
+        one, other = near.plan.problem, far.plan.problem
+        trace = resized(one.trace, other.trace, packs)
+        if trace is None:
+            return None
+        base = max(one.base_bytes, other.base_bytes)
+        with self._interrupts.let_in():
+            plan = self._planner.plan(
+                Problem(trace, self.hardware(), planned_budget, base, self._least_moved), at_once=True
+            )
+        if not plan.simulate().feasible:
+            return None
+        seconds = time.perf_counter() - start
+        kind = StepKind(
+            trace.packs,
+            plan,
+            False,
+            plan.expected_peak_bytes,
+            seconds,
+            verdicts=near.verdicts.for_other_sizes(),
+            is_foreseen=True,
+            is_resized=True,
+            is_rough=True,
+            syncs=near.syncs,
+        )
+        self._kinds.foresaw(kind)
+        _LOG.info("planned for sizes that nobody recorded: %s", in_a_line(plan, seconds))
+        return kind
 
     def hardware(self) -> Hardware:
         """This machine, with the speeds of copies as those of the session were measured so far."""

@@ -217,7 +217,7 @@ class Session:
         self._planned_budget = self.budget_bytes  # less where the allocator refused what the budget allows
         self._wary = False  # in a step that was not watched memory ran out, or the plan did not hold
         self._peak = 0
-        self._recording_seconds = math.inf  # what the last recorded step took, with planning for it
+        self._plan_cost_seconds = math.inf  # what it took to come to the last plan, by recording a step mostly
         self._first_updates = FirstUpdates(self._optimizer_begins)
         self._closed = False
         Session._open.add(self)
@@ -433,11 +433,12 @@ class Session:
             # What was proved will be dropped from now on, and wants room when it is made anew.
             fits = outcome.fits or (expected.fits and not outcome.proved)
             expected.fits = fits and not plan.problem.trace.varies  # the next one may be larger
+        wants_plan = False
         if outcome.followed and outcome.fit is not Fit.EXACT:
             assert expected is not None
             if outcome.fits and sum(outcome.packs) > sum(expected.largest_held):
                 expected.largest_held = outcome.packs
-            self._kinds.resembled(outcome.packs, outcome.fit)
+            wants_plan = self._kinds.resembled(outcome.packs, outcome.fit)
             plan = None  # what it predicts is not for such sizes
         is_known_well = outcome.followed and expected is not None and expected.steady
         came = expected if outcome.followed else None
@@ -448,9 +449,11 @@ class Session:
             with self._where_memory_allows():
                 trace = recorder.finish(kinds, self._device.type, measured=True)
                 came = self._recorded.learn(outcome, trace, self._planned_budget, is_laid_out=is_laid_out)
-            self._recording_seconds = outcome.seconds + time.perf_counter() - start
+            self._plan_cost_seconds = outcome.seconds + time.perf_counter() - start
         elif not outcome.followed:
             came = self._kinds.departed(outcome.packs)
+        elif wants_plan:
+            came = self._plan_for(outcome.packs) or came
         self._kinds.seen(came, expected, outcome.packs)
         # What was recorded is planned for by now.
         may_adapt = (recorder is None or is_known_well) and not self._kinds.has_turned
@@ -487,12 +490,24 @@ class Session:
             hardware = self._recorded.hardware()
             if outcome.fit is Fit.SMALLER:
                 lost = lost_to_moves(outcome, kind.plan, hardware)
-                self._kinds.fared(kind, outcome.packs, lost / self._recording_seconds)
+                if self._kinds.fared(kind, outcome.packs, lost / self._plan_cost_seconds):
+                    self._plan_for(outcome.packs)
             if adapt:
                 with self._interrupts.let_in():
                     self._replans += self._planner.refine(kind, outcome, hardware, self._planned_budget)
 
     # --- learning ---
+
+    def _plan_for(self, packs: tuple[int, ...]) -> StepKind | None:
+        """Steps that save so much are worth a plan of their own: make one, or else record the next."""
+        kind, start = None, time.perf_counter()
+        with self._where_memory_allows():
+            kind = self._recorded.foresee(packs, self._planned_budget)
+        if kind is None:
+            self._kinds.record_for_want_of_plan(packs)
+        else:
+            self._plan_cost_seconds = time.perf_counter() - start
+        return kind
 
     @contextmanager
     def _where_memory_allows(self) -> Iterator[None]:

@@ -36,19 +36,24 @@ class Strangers:
         self.record_next()
         self._gap, self._at = step - self._at, step
 
-    def had_no_good_plan(self, lost: float = 1.0) -> None:
-        """A step was one among many: one is recorded in the hope that it is as large, ever more seldom if none is.
+    def had_no_good_plan(self, lost: float = 1.0) -> bool:
+        """A step was one among many. Whether another plan is worth its while, ever more seldom if none comes of it.
 
-        And not before such steps `lost` as much as recording one takes, of which this is a share.
+        Not before such steps `lost` as much as recording one takes, of which this is a share.
         """
         self._lost += lost
-        if self._lost >= self._patience:
+        is_worth_it = self._lost >= self._patience
+        if is_worth_it:
             self._lost, self._patience = 0.0, 2 * self._patience
-            self.record_next(1)
+        return is_worth_it
 
     def was_met(self) -> None:
-        """One was recorded, and is none any more."""
+        """One has a plan, and is none any more."""
         self._lost, self._patience = 0.0, 1
+
+    def can_be_foreseen(self) -> None:
+        """Plans for other sizes are made without recording any."""
+        self.recordings_left = 0
 
     def record_next(self, steps: int = _RECORDINGS) -> None:
         """So many of the next steps are recorded at least."""
