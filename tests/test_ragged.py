@@ -30,6 +30,7 @@ from outgrow.session.kinds import Kinds
 from outgrow.session.recorded import Recorded
 from outgrow.tracing.ir import Fit, Trace
 from outgrow.tracing.liveness import plain_profile
+from sized import WORDS, Reader, images, on_batches, sequences, traced
 from steps import (
     Make,
     ParkAll,
@@ -40,77 +41,11 @@ from steps import (
     budget_for,
     train_in_session,
     train_plain,
-    trained_on,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HARDWARE = outgrow.Hardware("any", 1 << 40, 1e11, 1e10, 1e9, 1e9)
-WORDS = 64
-
-
-class Reader(nn.Module):
-    """A transformer over sequences of any length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, 32), nn.Parameter(torch.randn(128, 32))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, 2, 64, 0.1, "gelu", batch_first=True) for _ in range(2)
-        )
-        self.out = nn.Linear(32, WORDS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.words(x) * self.places[: x.shape[1]].sigmoid()
-        for layer in self.layers:
-            y = layer(y)
-        return F.cross_entropy(self.out(y).flatten(0, 1), x.flatten())
-
-
-class Maps(nn.Module):
-    """A network on images of any size, with a skip that is held all the way, and batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)) for _ in range(5)
-        )
-        self.last = nn.Conv2d(16, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skip = y = self.first(x)
-        for layer in self.layers:
-            y = layer(y)
-        return self.last(torch.cat([skip, y], 1)).pow(2).mean()
-
-
-def sequences(lengths: Sequence[int]) -> Make:
-    """Trains a `Reader` on sequences of these lengths."""
-    return on_batches(
-        Reader,
-        lambda k, generator: torch.randint(0, WORDS, (4, lengths[k % len(lengths)]), generator=generator),
-    )
-
-
-def images(sizes: Sequence[int]) -> Make:
-    """Trains `Maps` on images of these sizes."""
-
-    def image(k: int, generator: torch.Generator) -> torch.Tensor:
-        size = sizes[k % len(sizes)]
-        return torch.randn(4, 3, size, size, generator=generator)
-
-    return on_batches(Maps, image)
-
-
-def on_batches(build: Callable[[], nn.Module], batch: Callable[[int, torch.Generator], Any]) -> Make:
-    """Trains a model that gives its loss on a batch."""
-
-    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
-        loss: torch.Tensor = model(batch(k, torch.Generator().manual_seed(k)))
-        return loss
-
-    return trained_on(build, loss_of)
 
 
 def ragged(least: int, most: int, steps: int, seed: int = 0) -> list[int]:
@@ -433,14 +368,6 @@ def test_a_batch_larger_than_the_budget_holds_is_refused_with_what_it_takes() ->
 
 
 # --- which sizes go by which plan ---
-
-
-def traced(make: Make) -> Trace:
-    training = make()
-    trace = outgrow.trace(
-        lambda: outgrow.TrainingStep(training.models, training.optimizers, lambda: training.run(0)), fake=False
-    )
-    return trace
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,42 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-import outgrow
 from outgrow.tracing.ir import Phase, Trace
 from outgrow.tracing.resizing import resized
-from steps import momentum
+from sized import images, on_batches, sequences, traced
+from steps import Make
 
-WORDS, WIDTH = 50, 32
-
-
-class Reader(nn.Module):
-    """Attention, whose scores grow as the square of a length, and what does not grow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 2, 64, 0.1, "gelu", batch_first=True) for _ in range(2)
-        )
-
-    def forward(self, size: int) -> torch.Tensor:
-        x = torch.randint(0, WORDS, (3, size))
-        y = self.words(x)
-        for layer in self.layers:
-            y = layer(y)
-        return F.cross_entropy(self.out(y).flatten(0, 1), x.flatten())
-
-
-class Maps(nn.Module):
-    """Convolutions over images of which `size` is one side, in a batch that is as large: two things grow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
-
-    def forward(self, size: int) -> torch.Tensor:
-        out: torch.Tensor = self.layers(torch.randn(2, 3, size, size)).pow(2).mean()
-        return out
+WIDTH = 32
 
 
 class Padded(nn.Module):
@@ -75,26 +45,20 @@ class InHalves(Padded):
         return one * other
 
 
-def traced(build: Callable[[], nn.Module], size: int) -> Trace:
-    torch.manual_seed(0)
-    model = build()
-    optimizer = momentum(model.parameters())
-
-    def run() -> torch.Tensor:
-        loss: torch.Tensor = model(size)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return outgrow.trace(lambda: outgrow.TrainingStep([model], [optimizer], run), fake=True)
+def lines(build: Callable[[], nn.Module]) -> Callable[[Sequence[int]], Make]:
+    """Makes the training of a network that is told how long its batch is."""
+    return lambda sizes: on_batches(build, lambda k, generator: sizes[k % len(sizes)])
 
 
-@pytest.mark.parametrize("build", [Reader, Maps])
+def traced_at(make: Callable[[Sequence[int]], Make], size: int) -> Trace:
+    return traced(make([size]), fake=True)
+
+
+@pytest.mark.parametrize("make", [sequences, images])
 @given(sizes=st.lists(st.integers(4, 70), min_size=3, max_size=3, unique=True))
 @settings(max_examples=8, deadline=None)
-def test_all_sizes_are_those_of_the_step_itself(build: Callable[[], nn.Module], sizes: list[int]) -> None:
-    near, far, true = (traced(build, size) for size in sizes)
+def test_all_sizes_are_those_of_the_step_itself(make: Callable[[Sequence[int]], Make], sizes: list[int]) -> None:
+    near, far, true = (traced_at(make, size) for size in sizes)
     found = resized(near, far, true.packs)
     assert found is not None
     assert found.packs == true.packs
@@ -107,7 +71,7 @@ def test_all_sizes_are_those_of_the_step_itself(build: Callable[[], nn.Module], 
 
 
 def test_times_grow_as_what_ops_have_to_do() -> None:
-    near, far, true = (traced(Maps, size) for size in (16, 24, 32))
+    near, far, true = (traced_at(images, size) for size in (16, 24, 32))
     near = near.with_ops([replace(op, seconds=1.0) for op in near.ops])
     found = resized(near, far, true.packs)
     assert found is not None
@@ -120,13 +84,13 @@ def test_times_grow_as_what_ops_have_to_do() -> None:
 @pytest.mark.parametrize("build", [Padded, InHalves])
 def test_where_what_was_saved_grows_oddly_there_is_no_trace(build: Callable[[], nn.Module]) -> None:
     """Two lengths of which nothing is padded do not show how a third one is."""
-    near, far, true = (traced(build, size) for size in (8, 16, 20))
+    near, far, true, other = (traced_at(lines(build), size) for size in (8, 16, 20, 24))
     assert resized(near, far, true.packs) is None
-    assert resized(near, far, traced(build, 24).packs) is not None
+    assert resized(near, far, other.packs) is not None
 
 
 def test_other_steps_say_nothing() -> None:
-    near, far = traced(Maps, 16), traced(Padded, 16)
-    assert resized(near, far, near.packs) is None
-    assert resized(near, traced(Maps, 24), near.packs[1:]) is None
-    assert resized(near, traced(lambda: nn.Sequential(Maps()), 24), near.packs) is not None
+    near, other, far = traced_at(images, 16), traced_at(lines(Padded), 16), traced_at(images, 24)
+    assert resized(near, other, near.packs) is None
+    assert resized(near, far, near.packs[1:]) is None
+    assert resized(near, far, near.packs) is not None
