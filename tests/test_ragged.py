@@ -322,8 +322,8 @@ def test_sizes_that_nobody_recorded_are_planned_for(
         recorded.append(trace)
         return learn(self, outcome, trace, *rest, **options)
 
-    def foresaw(self: Recorded, packs: tuple[int, ...], planned_budget: int) -> StepKind | None:
-        kind = foresee(self, packs, planned_budget)
+    def foresaw(self: Recorded, *asked: Any) -> StepKind | None:
+        kind = foresee(self, *asked)
         foreseen.append(kind)
         return kind
 

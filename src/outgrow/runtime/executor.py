@@ -240,6 +240,7 @@ class Executor:
                 open_bytes=self._memory.open_bytes,
                 is_ragged=self._others.are_ragged,
             )
+            self._hooks.are_trusted()
             if plan is not None and recorder is None and not (on_demand or self._compiled):
                 self._staying.begin(plan, kinds, watched=watch, limits=limits)
             self._stack = stack.pop_all()

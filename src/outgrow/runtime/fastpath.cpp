@@ -82,7 +82,7 @@ struct State {
   int64_t open;            // while it holds less than so many bytes, the allocator refuses nothing that fits the budget
   int64_t loose;           // whether ops may be smaller than those that were learned, which goes on and on
   int64_t modes;           // how many dispatch modes there are, ours with them
-  int64_t hooks;           // and how many saved-tensor hooks, of which autograd asks the last
+  const void* hooks;       // the saved-tensor hook for which it is known that it keeps no address
   int64_t budget;          // bytes
   int64_t peak;            // the highest live bytes at any op that passed
   int64_t passed;          // ops that did
@@ -529,7 +529,11 @@ bool fits(State& now, const Expected& next) {
   return true;
 }
 
-int64_t saved_tensor_hooks() { return static_cast<int64_t>(at::SavedTensorDefaultHooks::get_tls_state().stack.size()); }
+// What autograd asks on this thread when it saves a tensor.
+const void* asked_hook() {
+  const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  return hooks.empty() ? nullptr : hooks.top().first.ptr(&hooks.top().first.pyinterpreter());
+}
 
 void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::Stack* stack) {
   const c10::DispatchKeySet keys = all & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
@@ -544,7 +548,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
     add_in_place(stack);
     return;
   }
-  if (saved_tensor_hooks() != now->hooks) {  // the program's own hooks may keep the address of what an op saves
+  if (asked_hook() != now->hooks) {  // the program's own may keep the address of what an op saves
     op.redispatchBoxed(keys, stack);
     return;
   }
@@ -591,9 +595,6 @@ void outgrow_fastpath_install() {
   library = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
   library->fallback(torch::CppFunction::makeFromBoxedFunction<&watch>());
 }
-
-// How many saved-tensor hooks there are on this thread.
-int64_t outgrow_fastpath_hooks() { return saved_tensor_hooks(); }
 
 // Ops on this thread are the step's from now on. 0 if they cannot be seen here: another step on a GPU is under way.
 int outgrow_fastpath_enter(State* now) {

@@ -77,7 +77,7 @@ class _State(ctypes.Structure):
         ("open", ctypes.c_int64),
         ("loose", ctypes.c_int64),
         ("modes", ctypes.c_int64),
-        ("hooks", ctypes.c_int64),
+        ("hooks", ctypes.c_void_p),
         ("budget", ctypes.c_int64),
         ("peak", ctypes.c_int64),
         ("passed", ctypes.c_int64),
@@ -195,8 +195,7 @@ class FastPath:
         `is_ragged` says that steps are of ever other sizes.
         """
         self._has_plan, self._is_ragged = plan is not None, is_ragged
-        if self._library is not None:
-            self._state.hooks = self._library.outgrow_fastpath_hooks()
+        self._state.hooks = None
         self._enter(plan, modes, Fit.EXACT, open_bytes=open_bytes, may_pass=may_pass)
         self._see_nodes()
 
@@ -316,6 +315,10 @@ class FastPath:
             self._state.passes = 0
         else:
             self.stop()
+
+    def trust_hooks(self, pack: object) -> None:
+        """While autograd asks the saved-tensor hook `pack`, ops may pass; the caller holds it."""
+        self._state.hooks = id(pack)
 
     def stop(self) -> None:
         """From here on each op of this step needs care."""
@@ -503,7 +506,6 @@ def _library() -> ctypes.CDLL | None:
     library.outgrow_fastpath_enter.argtypes = (ctypes.c_void_p,)
     library.outgrow_fastpath_leave.argtypes = (ctypes.c_void_p,)
     library.outgrow_fastpath_leave.restype = None
-    library.outgrow_fastpath_hooks.restype = ctypes.c_int64
     library.outgrow_fastpath_see_nodes.argtypes = (ctypes.c_int,)
     library.outgrow_fastpath_see_nodes.restype = None
     for function in (library.outgrow_fastpath_allocated, library.outgrow_fastpath_reserved):

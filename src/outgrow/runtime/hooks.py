@@ -35,6 +35,7 @@ from outgrow.tracing.ops import wraps
 
 # Where ops are not watched, the resident set is looked at every so many saved tensors.
 _PACKS_PER_LOOK = 8
+_CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Ticking(Protocol):
@@ -92,6 +93,8 @@ class Hooks:
         # The backward pass of a GPU runs on a thread of autograd's own, while the one that asked for it waits.
         self.changes_threads = ledger.device_type != "cpu"
         self._thread = threading.get_ident()
+        self._fast = fast_path
+        self._trusted: object = None
         self._released_elsewhere: deque[Handle] = deque()
         self._nothing = torch.empty(0, device=ledger.device)
         # A compiler looks at all that compiled code calls. Imported here, as an optimizer has done that already.
@@ -117,6 +120,7 @@ class Hooks:
         self.packs: list[int] = []
         self.saved_bytes = 0
         self.is_beside_compiler = False
+        self._trusted = None
         self.staying.reset(self._current.epoch, self.packs)
 
     # --- threads ---
@@ -137,11 +141,19 @@ class Hooks:
         while self._released_elsewhere and threading.get_ident() == self._thread:
             self.released(self._released_elsewhere.popleft())
 
-    @property
-    def are_asked(self) -> bool:
-        """Whether autograd asks these hooks, and not the program's own, which may keep the address of anything."""
+    def are_trusted(self) -> bool:
+        """Whether those that autograd asks now keep no address of what is saved, as the program's own may.
+
+        Those of `torch.utils.checkpoint` keep nothing. Native code goes by what was said of them last.
+        """
         asked = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return asked is None or asked[0] is self.staying.pack
+        pack = self.staying.pack if asked is None else asked[0]
+        if pack is not self._trusted:
+            if pack is not self.staying.pack and getattr(pack, "__module__", "") != _CHECKPOINT:
+                return False
+            self._trusted = pack  # held: another one could lie where it lay
+            self._fast.trust_hooks(pack)
+        return True
 
     def _look(self) -> None:
         """Now and then in a step that nobody watches: let in who waits, and look at what there is."""

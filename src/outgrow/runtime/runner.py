@@ -106,6 +106,7 @@ class Runner:
         number = fast.number
         is_free = self._reuser.on and self._reuser.may_write_over(number, facts.name, args)
         inputs = tensors_in(args, kwargs)
+        unsaid = updated_statistics(facts, args)
         ledger, parking, recomputer = self._ledger, self._parking, self._recomputer
         see, known = ledger.see, ledger.newest
         for tensor in inputs:
@@ -117,11 +118,10 @@ class Runner:
             self._demand.before(facts, inputs)
         if parking.busy:
             parking.touch(inputs)
-            if facts.may_write:
-                for tensor in chain(written_tensors(facts, args, kwargs), updated_statistics(facts, args)):
-                    changed = see(tensor)
-                    if changed is not None:
-                        parking.before_change(changed)
+            for tensor in chain(written_tensors(facts, args, kwargs), unsaid):
+                changed = see(tensor)
+                if changed is not None:
+                    parking.before_change(changed)
         contents = recomputer.contents_before(number, facts, args, kwargs, inputs) if recomputer.on else None
         newest = ledger.newest
         fast.number = number + 1
@@ -147,8 +147,8 @@ class Runner:
             self._before_write(written)
             if facts.name.startswith(_LOSES_VERSIONS):
                 versions = [(tensor, tensor._version) for tensor in places if not tensor.is_inference()]
-        if facts.statistics:
-            records = (see(tensor) for tensor in updated_statistics(facts, args))
+        if unsaid:
+            records = (see(tensor) for tensor in unsaid)
             statistics = [record for record in records if record is not None and record not in written]
             self._before_write(statistics)
         before = ledger.live_bytes
@@ -174,7 +174,7 @@ class Runner:
         outputs = [tensor for made in outputs_of(result) for tensor in (made, *parts_of(made))]
         for tensor in outputs:
             see(tensor)
-        if not self._hooks.are_asked:
+        if not self._hooks.are_trusted():
             parking.expose((*inputs, *outputs))
         elif parking.on:
             parking.ran(number, func, facts, args, inputs, written, outputs, newest)

@@ -40,7 +40,7 @@ class StepKind:
             kinds apart, with the order in which it wants them back (the plan's trace has that).
         plan: for the next step of this kind, with the trace that it was made from.
         steady: the trace shows the step as it is from now on; else the next one is recorded too.
-        measured_peak: live bytes at the peak of the recorded step.
+        measured_peak: live bytes at the peak of the recorded step; as predicted where there was none.
         plan_seconds: what planning took, the last time.
         seconds_since: what steps of this kind took since then, as far as they were timed.
         wants_search: whether another plan may be better by now.

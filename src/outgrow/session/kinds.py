@@ -28,8 +28,9 @@ _STRANGERS = 3
 _MANY_SIZES = 4
 # After so many steps in a row that began like smaller ones of a kind, and were not, no step is taken for one.
 _MOST_MISLED = 3
-# After so many kinds that nobody recorded and that proved to be others, none is planned for without recording it.
-_MOST_FORESEEN_WRONGLY = 2
+# After so many steps that were not like a kind that nobody recorded, though they saved the same, it is forgotten; and
+# after so many such kinds none is planned for without recording it.
+_MOST_DOUBTS, _MOST_FORESEEN_WRONGLY = 2, 2
 
 
 class Kinds:
@@ -58,7 +59,7 @@ class Kinds:
         self._strangers = Strangers()
         self._count_on_cache = True  # StepKind.counts_on_cache, for those that come
         self._misled = 0  # steps in a row that departed from the plan of a larger one
-        self._foreseen_wrongly = 0  # kinds that nobody recorded and whose steps departed from their plans
+        self._foreseen_wrongly = 0  # kinds that nobody recorded, and that were forgotten
         self._fit = Fit.EXACT  # how the step that is open compares with the expected kind
 
     def expect(self, plan: Plan) -> None:
@@ -197,28 +198,36 @@ class Kinds:
         else:
             self._strangers.came(self.steps)
 
-    def recorded_like(self, packs: tuple[int, ...]) -> tuple[StepKind, StepKind] | None:
-        """Two recorded kinds from which a step that saves so much differs in its sizes alone, for all that it shows.
+    def of(self, packs: Sequence[int]) -> StepKind | None:
+        """A kind whose steps save just so much."""
+        return next((kind for kind in self._such() if kind.is_of(packs)), None)
 
-        The one that is nearest to it, and the one that is farthest from that, if there are two.
+    def recorded_like(self, followed: StepKind, packs: Sequence[int]) -> list[StepKind]:
+        """Recorded kinds that a step which went by a plan differs from in its sizes alone, as far as it shows.
+
+        The nearest to it first, and then what is farthest from that.
         """
         if self._foreseen_wrongly >= _MOST_FORESEEN_WRONGLY:
-            return None
+            return []
+        names = followed.plan.problem.trace.op_names
         such = (kind for kind in self._such() if not (kind.is_foreseen or kind.is_foreign))
-        like = [kind for kind in such if len(kind.packs) == len(packs) and kind.plan.problem.trace.fit_of(packs)]
-        if self.expected is not None:
-            names = self.expected.plan.problem.trace.op_names
-            like = [kind for kind in like if kind.plan.problem.trace.op_names == names]
-        if len(like) < 2:
-            return None
+        like = [
+            kind
+            for kind in such
+            if len(kind.packs) == len(packs)
+            and kind.plan.problem.trace.op_names == names
+            and kind.plan.problem.trace.fit_of(packs)
+        ]
+        if not like:
+            return []
         near = min(like, key=lambda kind: abs(kind.saved_bytes - sum(packs)))
-        far = max(like, key=lambda kind: abs(kind.saved_bytes - near.saved_bytes))
-        return None if far.saved_bytes == near.saved_bytes else (near, far)
+        others = (kind for kind in like if kind.saved_bytes != near.saved_bytes)
+        return [near, *sorted(others, key=lambda kind: -abs(kind.saved_bytes - near.saved_bytes))]
 
     def foresaw(self, kind: StepKind) -> None:
         """There is a plan for a kind of step that nobody recorded."""
         self._add(kind)
-        self._strangers.can_be_foreseen()
+        self._strangers.record_no_more()
 
     @property
     def any_parks(self) -> bool:
@@ -249,19 +258,20 @@ class Kinds:
         kind.counts_on_cache = self._count_on_cache
         self._strangers.was_met()
         self._misled = 0
-        self._all = [self._numbered(kind), *self._all][:_MOST_KINDS]
+        self._all = [self._numbered(kind), *self._all]
+        if len(self._all) > _MOST_KINDS:  # what nobody recorded can be foreseen once more
+            gone = next((known for known in reversed(self._all) if known.is_foreseen), self._all[-1])
+            self._all = [known for known in self._all if known is not gone]
 
     def departed(self, packs: tuple[int, ...]) -> StepKind | None:
         """A step that nobody recorded was not of the kind that was expected, but of this one, if it is known.
 
-        Where nobody knows it, the next few are recorded, and one as far ahead as the last such was ago. What nobody
-        recorded, and was expected, is forgotten.
+        Where nobody knows it, the next few are recorded, and one as far ahead as the last such was ago. A kind
+        that nobody recorded is forgotten after two such steps that saved what its own do.
         """
         self._misled += self._fit is not Fit.EXACT
-        if self.expected is not None and self.expected.is_foreseen:
-            self._foreseen_wrongly += 1
-            self._all = [kind for kind in self._all if kind is not self.expected]
-            self.expected = max(self._such(), key=self._frequency, default=None)
+        if self.expected is not None and self.expected.is_foreseen and self.expected.is_of(packs):
+            self._doubt(self.expected)
         found = next((kind for kind in self._such() if kind is not self.expected and kind.is_of(packs)), None)
         if found is not None and self.expected is not None and self.expected.is_of(packs):
             # It went back otherwise: as the other one does, or in a way of its own. Who guesses again guessed wrong.
@@ -277,6 +287,13 @@ class Kinds:
         elif self._strangers.had_no_good_plan():
             self._strangers.record_next(1)
         return found
+
+    def _doubt(self, kind: StepKind) -> None:
+        """A step that saved what those of a foreseen kind do was another one all the same."""
+        kind.recordings += 1
+        if kind.recordings >= _MOST_DOUBTS:
+            self._foreseen_wrongly += 1
+            self._all = [known for known in self._all if known is not kind]
 
     def _hope_for(self, kind: StepKind) -> None:
         """A kind came that is not planned for: record the next few, as it may be among them."""
@@ -294,11 +311,14 @@ class Kinds:
             came.met += 1
         self._strangers.seen(packs, is_strange=came is None or came.met < 2 or not is_exact)
         self._recent.append(number)
-        if followed is not None and self.expected is not None:
+        if self.expected is not None and any(kind is followed for kind in self._all):
+            assert followed is not None
             # What comes most is what comes next; of two that come as often, the latest.
             self.expected = max(self.expected, followed, key=self._frequency)
         self._turns.came(number)
         following = self._turns.next
+        if self.expected is not None and all(kind is not self.expected for kind in self._all):
+            self.expected = max(self._such(), key=self._frequency, default=None)
         self.expected = next((kind for kind in self._all if kind.number == following), self.expected)
 
     def _frequency(self, kind: StepKind) -> int:

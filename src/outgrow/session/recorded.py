@@ -37,7 +37,7 @@ JITTER_SHARE = 64
 
 
 class Recorded:
-    """Learns from recorded steps.
+    """Plans from recorded steps: for more of their kind, and for others that differ from them in their sizes alone.
 
     Attributes:
         replans: how often that gave a kind that was known another plan.
@@ -135,25 +135,23 @@ class Recorded:
         self._kinds.learnt(known)
         return known
 
-    def foresee(self, packs: tuple[int, ...], planned_budget: int) -> StepKind | None:
-        """A kind of step that nobody recorded, with a plan, by the bytes of each tensor that it saves.
+    def foresee(self, followed: StepKind, packs: tuple[int, ...], planned_budget: int) -> StepKind | None:
+        """A kind that nobody recorded, with a plan: of a step that went by another's, with tensors of other sizes.
 
         Two that were recorded show how its ops grow. None where they do not, or where no plan is known to hold it.
         """
         start = time.perf_counter()
-        pair = self._kinds.recorded_like(packs)
-        if pair is None:
+        like = self._kinds.recorded_like(followed, packs)
+        if not like:
             return None
-        near, far = pair
-        one, other = near.plan.problem, far.plan.problem
-        trace = resized(one.trace, other.trace, packs)
+        near, known = like[0], like[0].plan.problem
+        traces = (resized(known.trace, far.plan.problem.trace, packs) for far in like[1:])
+        trace = next((trace for trace in traces if trace is not None), None)
         if trace is None:
             return None
-        base = max(one.base_bytes, other.base_bytes)
+        problem = Problem(trace, self.hardware(), planned_budget, known.base_bytes, self._least_moved)
         with self._interrupts.let_in():
-            plan = self._planner.plan(
-                Problem(trace, self.hardware(), planned_budget, base, self._least_moved), at_once=True
-            )
+            plan = self._planner.plan(problem, at_once=True)
         if not plan.simulate().feasible:
             return None
         seconds = time.perf_counter() - start

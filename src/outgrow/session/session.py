@@ -215,9 +215,11 @@ class Session:
         self._untimed: tuple[StepKind | None, Plan | None, StepOutcome, bool] | None = None
         self._oom_retries = self._replans = 0
         self._planned_budget = self.budget_bytes  # less where the allocator refused what the budget allows
-        self._wary = False  # in a step that was not watched memory ran out, or the plan did not hold
+        # For good: in a step that was not watched memory ran out, or its plan did not hold; or one passed the budget.
+        self._wary = False
         self._peak = 0
-        self._plan_cost_seconds = math.inf  # what it took to come to the last plan, by recording a step mostly
+        # What the last recorded step took, with planning for it, and what it took to come to the last plan.
+        self._recording_seconds = self._plan_cost_seconds = math.inf
         self._first_updates = FirstUpdates(self._optimizer_begins)
         self._closed = False
         Session._open.add(self)
@@ -449,11 +451,12 @@ class Session:
             with self._where_memory_allows():
                 trace = recorder.finish(kinds, self._device.type, measured=True)
                 came = self._recorded.learn(outcome, trace, self._planned_budget, is_laid_out=is_laid_out)
-            self._plan_cost_seconds = outcome.seconds + time.perf_counter() - start
+            self._recording_seconds = self._plan_cost_seconds = outcome.seconds + time.perf_counter() - start
         elif not outcome.followed:
             came = self._kinds.departed(outcome.packs)
         elif wants_plan:
-            came = self._plan_for(outcome.packs) or came
+            assert expected is not None
+            came = self._plan_for(expected, outcome.packs) or came
         self._kinds.seen(came, expected, outcome.packs)
         # What was recorded is planned for by now.
         may_adapt = (recorder is None or is_known_well) and not self._kinds.has_turned
@@ -488,23 +491,26 @@ class Session:
         """The last step went by the plan of a kind, but for its sizes."""
         with self._where_memory_allows():
             hardware = self._recorded.hardware()
-            if outcome.fit is Fit.SMALLER:
+            if adapt and outcome.fit is Fit.SMALLER and self._kinds.of(outcome.packs) is None:
                 lost = lost_to_moves(outcome, kind.plan, hardware)
                 if self._kinds.fared(kind, outcome.packs, lost / self._plan_cost_seconds):
-                    self._plan_for(outcome.packs)
+                    self._plan_for(kind, outcome.packs)
             if adapt:
                 with self._interrupts.let_in():
                     self._replans += self._planner.refine(kind, outcome, hardware, self._planned_budget)
 
     # --- learning ---
 
-    def _plan_for(self, packs: tuple[int, ...]) -> StepKind | None:
-        """Steps that save so much are worth a plan of their own: make one, or else record the next."""
-        kind, start = None, time.perf_counter()
+    def _plan_for(self, followed: StepKind, packs: tuple[int, ...]) -> StepKind | None:
+        """Steps that went by another's plan, and save so much, are worth one: make it, or else record the next."""
+        kind, start = self._kinds.of(packs), time.perf_counter()
+        if kind is not None:
+            return kind
         with self._where_memory_allows():
-            kind = self._recorded.foresee(packs, self._planned_budget)
+            kind = self._recorded.foresee(followed, packs, self._planned_budget)
         if kind is None:
             self._kinds.record_for_want_of_plan(packs)
+            self._plan_cost_seconds = self._recording_seconds
         else:
             self._plan_cost_seconds = time.perf_counter() - start
         return kind

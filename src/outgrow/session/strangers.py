@@ -51,8 +51,8 @@ class Strangers:
         """One has a plan, and is none any more."""
         self._lost, self._patience = 0.0, 1
 
-    def can_be_foreseen(self) -> None:
-        """Plans for other sizes are made without recording any."""
+    def record_no_more(self) -> None:
+        """Plans for other sizes are made without: none of the next steps need be recorded for their sake."""
         self.recordings_left = 0
 
     def record_next(self, steps: int = _RECORDINGS) -> None:

@@ -90,11 +90,6 @@ class OpFacts:
     statistics: tuple[int, ...] = ()
     trains_at: int = -1
 
-    @property
-    def may_write(self) -> bool:
-        """Whether it may write to anything that it is given."""
-        return bool(self.writes or self.statistics)
-
 
 def facts_of(func: Any) -> OpFacts:
     """Read an operator's facts off its schema."""

@@ -1,7 +1,8 @@
 """The trace of a step that nobody recorded, from those of two that differ from it in their sizes alone.
 
-What is twice as large in one of the two as in the other, say, is so many times as large in the third: one length of a
-sequence, one side of an image decides all sizes. Saved tensors show how much that is, as autograd saves some of each.
+What is twice as large in one of the two as in the other, say, is so many times as large in the third: mostly one
+length of a sequence, or one side of an image, decides all sizes. Saved tensors show how much that is, as autograd
+saves some of each.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Growth:
 
     def likely(self, near: int, far: int) -> int:
         """The same by what is known of ratios around theirs: right where a part is fixed and the rest is not."""
-        if not near:
+        if not near or near == far:
             return far
         size = self._likely.get((near, far))
         if size is None:
@@ -65,6 +66,9 @@ def resized(near: Trace, far: Trace, packs: Sequence[int]) -> Trace | None:
     saved = {item.value for item in near.saved}
     values: list[Value] = []
     for index, (one, other) in enumerate(zip(near.values, far.values, strict=True)):
+        if one.kind.lasts:
+            values.append(one)
+            continue
         certain: set[int | None] = {*whole.get(index, ())} or {growth.exact(one.nbytes, other.nbytes)}
         nbytes = certain.pop()
         if index in saved and (nbytes is None or certain):
@@ -115,7 +119,8 @@ def _are_alike(one: Trace, other: Trace) -> bool:
 
 
 def _without_size(value: Value) -> tuple[object, ...]:
-    return value.version, value.kind, value.birth, value.held, value.death, value.varies
+    size = value.nbytes if value.kind.lasts else 0
+    return value.version, value.kind, value.birth, value.held, value.death, value.varies, size
 
 
 def _window_of(saved: Saved) -> tuple[object, ...]:
