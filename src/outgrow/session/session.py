@@ -517,7 +517,13 @@ class Session:
 
     @contextmanager
     def _where_memory_allows(self) -> Iterator[None]:
-        """A step that went well does not fail for want of memory to plan the next one."""
+        """A step that went well does not fail for want of memory to plan the next one.
+
+        Cycles of garbage wait meanwhile: planning leaves none, and while it makes much that goes again by itself the
+        collector would look through all there is, traces with it, time and again.
+        """
+        collects = gc.isenabled()
+        gc.disable()
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -525,6 +531,9 @@ class Session:
                 raise
             self._memory.relieve()
             _LOG.warning("no memory to plan with, so plans stay as they are: %s", error)
+        finally:
+            if collects:
+                gc.enable()
 
     def _is_fuller_than(self, plan: Plan | None) -> bool:
         """Whether more is there as a step begins than its plan reckons with."""
