@@ -447,6 +447,42 @@ def test_of_a_plan_for_too_much_and_one_for_too_little_the_nearer_is_taken(trace
     assert kinds.find(step) is smaller, "the other moves twice as much"
 
 
+def foreseen(trace: Trace) -> StepKind:
+    kind = kind_of(trace)
+    kind.is_foreseen = kind.is_resized = True
+    return kind
+
+
+def test_a_kind_that_nobody_recorded_is_forgotten_once_two_of_its_steps_were_others(traces: dict[int, Trace]) -> None:
+    kinds, kind, packs = kinds_of([traces[24], traces[32]], are_ragged=True), foreseen(traces[16]), traces[16].packs
+    kinds.foresaw(kind)
+    kinds.expected = kind
+    kinds.departed(packs[:1])  # it saved something else
+    for _ in range(2):
+        assert kinds.of(packs) is kind
+        kinds.expected = kind
+        kinds.departed(packs)
+        kinds.seen(None, kind, packs)
+    assert kinds.of(packs) is None
+    assert kinds.expected is not kind
+
+
+def test_where_there_are_too_many_kinds_those_that_were_recorded_stay(traces: dict[int, Trace]) -> None:
+    """Others are made from them."""
+    kinds = kinds_of([traces[24], traces[32]], are_ragged=True)
+    for _ in range(40):
+        kinds.foresaw(foreseen(traces[16]))
+    assert kinds.recorded_like(foreseen(traces[16]), traces[16].packs) == [
+        kinds.of(traces[24].packs),
+        kinds.of(traces[32].packs),
+    ]
+    for _ in range(40):
+        kinds.learnt(kind_of(traces[16]))
+    last = foreseen(traces[16])
+    kinds.foresaw(last)
+    assert kinds._all[0] is last
+
+
 @pytest.mark.parametrize("more", [1.05, 1.12, 2.0])
 def test_where_the_cache_alone_could_hold_a_step_it_is_known_to_fit(more: float, traces: dict[int, Trace]) -> None:
     trace = traces[32]

@@ -260,7 +260,7 @@ class Kinds:
         self._misled = 0
         self._all = [self._numbered(kind), *self._all]
         if len(self._all) > _MOST_KINDS:  # what nobody recorded can be foreseen once more
-            gone = next((known for known in reversed(self._all) if known.is_foreseen), self._all[-1])
+            gone = next((known for known in reversed(self._all[1:]) if known.is_foreseen), self._all[-1])
             self._all = [known for known in self._all if known is not gone]
 
     def departed(self, packs: tuple[int, ...]) -> StepKind | None:
