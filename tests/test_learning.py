@@ -369,7 +369,7 @@ def test_what_comes_in_some_steps_that_nobody_watches_passes_the_budget_once() -
                     loss = model(torch.randn(1024, 256)).square().mean()
                     if k % 4 == 3:
                         with torch.no_grad():
-                            model(torch.ones(1400, 256))
+                            model(torch.ones(4000, 256))
                     loss.backward()
                     optimizer.step()
                     optimizer.zero_grad()

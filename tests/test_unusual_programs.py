@@ -274,6 +274,23 @@ def test_addresses_that_saved_tensor_hooks_ask_for_stay_true() -> None:
                 assert session.summary().offloaded_bytes + session.summary().recomputed_bytes > 0
 
 
+def test_hooks_of_checkpoint_keep_no_address_and_the_programs_own_may() -> None:
+    layer, trusted = nn.Linear(WIDTH, WIDTH), []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        trusted.append(session._executor._hooks.are_trusted())
+        return torch.tanh(layer(x))
+
+    with outgrow.Session(layer, budget="1GiB") as session:
+        for _ in range(4):
+            with session.step():
+                h = checkpoint(block, torch.randn(64, WIDTH), use_reentrant=False)
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                    h = block(h)
+                block(h).sum().backward()
+    assert trusted == 4 * [True, False, True, True]  # the last in the backward pass, again
+
+
 def test_a_saved_tensor_may_be_changed_where_pytorch_is_asked_to_allow_it() -> None:
     def make() -> Training:
         torch.manual_seed(0)

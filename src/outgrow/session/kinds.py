@@ -311,13 +311,12 @@ class Kinds:
             came.met += 1
         self._strangers.seen(packs, is_strange=came is None or came.met < 2 or not is_exact)
         self._recent.append(number)
-        if self.expected is not None and any(kind is followed for kind in self._all):
-            assert followed is not None
+        if followed is not None and self.expected is not None:
             # What comes most is what comes next; of two that come as often, the latest.
             self.expected = max(self.expected, followed, key=self._frequency)
         self._turns.came(number)
         following = self._turns.next
-        if self.expected is not None and all(kind is not self.expected for kind in self._all):
+        if all(kind is not self.expected for kind in self._all):  # it was forgotten
             self.expected = max(self._such(), key=self._frequency, default=None)
         self.expected = next((kind for kind in self._all if kind.number == following), self.expected)
 
