@@ -106,7 +106,7 @@ def test_where_what_was_saved_grows_oddly_there_is_no_trace(build: Callable[[], 
 
 def test_training_state_does_not_grow_whatever_does() -> None:
     """The one length that the two have in common is twice as large here."""
-    near, far, true = (traced_at(lines(Pair), sizes) for sizes in (816, 824, 1624))
+    near, far, true = (traced(lines(Pair)([sizes])) for sizes in (816, 824, 1624))
     found = resized(near, far, true.packs)
     assert found is not None
     for one, other in zip(found.values, true.values, strict=True):
