@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, pairwise
 from random import Random
 from typing import Any
 
@@ -181,9 +181,17 @@ def test_without_a_compiler_all_of_them_come(monkeypatch: pytest.MonkeyPatch, in
 # --- what happens to them ---
 
 
+@pytest.mark.parametrize("in_vain", [False, True])
 @pytest.mark.parametrize("policy", ["auto", "lru"])
-def test_when_memory_runs_short_they_leave_all_the_same(policy: str, shown: list[int]) -> None:
-    """A step that begins to hold more, between its passes, than its plan knows of."""
+def test_when_memory_runs_short_they_leave_all_the_same(
+    policy: str, in_vain: bool, shown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that begins to hold more, between its passes, than its plan knows of.
+
+    Where what the pool was shown is `in_vain`, as the program holds it, it is shown more.
+    """
+    show, turns = Staying.show, cycle((in_vain, False))
+    monkeypatch.setattr(Staying, "show", lambda self, nbytes: next(turns) or show(self, nbytes))
 
     def hungry(extra: int) -> Make:
         def make() -> Training:

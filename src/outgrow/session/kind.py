@@ -46,8 +46,9 @@ class StepKind:
         wants_search: whether another plan may be better by now.
         searched_seconds: what a step was predicted to take when its plan was searched for; 0 if nobody knows.
         verdicts: which recipes were proved.
-        recordings: how often the step was recorded anew because its plan proved wrong, and `searches` how often its
-            plan was searched for again because the machine's speed had changed.
+        recordings: how often the step was recorded anew because its plan proved wrong; of a foreseen kind, how often
+            a step that saved just that was another one. `searches` is how often its plan was searched for again
+            because the machine's speed had changed.
         tolerance: how far from the prediction times must be for another search: a search that finds nothing better
             takes its time all the same, so that the next one waits for a larger change.
         recent: times and stalls of the last steps under this plan, in seconds, `timed_steps` at most: so many are
