@@ -241,7 +241,7 @@ def test_whenever_that_is_results_are_the_same(
 
         monkeypatch.setattr(part, name, acted)
 
-    for name in ("run", "run_inside", "pass_view", "pass_detached"):
+    for name in ("run", "run_inside", "pass_view"):
         before(Runner, name)
     for name in ("_pack", "unpack", "released"):
         before(Hooks, name)

@@ -524,7 +524,7 @@ bool fits(State& now, const Expected& next) {
   }
   if (!heap_has_room()) return false;
   // What adds nothing need not wait for memory that is free by now to be let go.
-  if (now.bell && risen > now.level && next.rise >= kLittle) return false;
+  if (now.bell && risen > now.level + kLittle && next.rise >= kLittle) return false;
   if (next.rise >= kLargeRise) now.keep_under(now.limit, now.statm, now.page, 0);
   return true;
 }
@@ -546,6 +546,12 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   }
   if (is_sum_of_gradients(*now, op, *stack)) {
     add_in_place(stack);
+    return;
+  }
+  static const auto detach = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
+  if (now->passes && op == detach) {  // no op of the step (ops.py)
+    const c10::impl::ExcludeDispatchKeyGuard modes_off(kModes);
+    op.redispatchBoxed(keys - kModes, stack);
     return;
   }
   if (asked_hook() != now->hooks) {  // the program's own may keep the address of what an op saves

@@ -261,7 +261,7 @@ class Hooks:
                     self._parking.touch((handle.tensor,))
                 if this_step:
                     self._tick(Event.UNPACK, handle, None)
-                return handle.tensor
+                return self.staying.returned(handle.tensor)
             self._room.where = ""  # names of nodes take time: asked for where somebody reads them
             if this_step and entry.storage is None:
                 self._make_way(handle)

@@ -71,6 +71,7 @@ class Pool:
         planned_bytes: bytes that plans sent out since then.
         evicted_bytes: bytes that the cache sent out since then.
         dropped: values that were let go of and will be made anew.
+        recent: values that are in memory, the last used last.
         parked: who parks storages; set once.
         unknown: who knows more saved values; set once.
         maker: who makes dropped values anew; set once.
@@ -105,7 +106,7 @@ class Pool:
         self._memory = memory
         self._copies = copies
         self._entries: dict[tuple[int, int], Entry] = {}
-        self._recent: OrderedDict[Entry, None] = OrderedDict()
+        self.recent: OrderedDict[Entry, None] = OrderedDict()
         self._whereabouts = Whereabouts(ledger)
         self._planned = PlannedPlaces(places)
         self._leaving = Departures()
@@ -163,7 +164,7 @@ class Pool:
         entry.handles += 1
         self._touch(entry)
         if is_new and is_oldest:
-            self._recent.move_to_end(entry, last=False)
+            self.recent.move_to_end(entry, last=False)
         return entry
 
     def _returned(self, record: StorageRecord, version: int) -> Entry | None:
@@ -354,7 +355,7 @@ class Pool:
 
     def _let_go(self, entry: Entry) -> None:
         entry.storage = None
-        self._recent.pop(entry, None)
+        self.recent.pop(entry, None)
 
     def written(self, record: StorageRecord) -> None:
         """Somebody writes to a storage. What was copied of it is stale: fall back to the memory itself.
@@ -567,7 +568,7 @@ class Pool:
         What has come back since it left is only sent away once more where that may be.
         """
         before, submitted = self._ledger.live_bytes, 0
-        for entry in list(self._recent):
+        for entry in list(self.recent):
             if submitted + before - self._ledger.live_bytes >= nbytes:
                 break
             if not self._may_leave(entry) or (but_not_again and entry.slot is not None):
@@ -604,8 +605,8 @@ class Pool:
 
     def _touch(self, entry: Entry) -> None:
         if entry.recipe is None:  # else it is away, or there for a moment: nothing that the cache could send away
-            self._recent[entry] = None
-            self._recent.move_to_end(entry)
+            self.recent[entry] = None
+            self.recent.move_to_end(entry)
 
     def spare(self) -> Iterator[StorageRecord]:
         """Storages that could be sent away now: of graphs that the program keeps, between two steps."""
@@ -638,7 +639,7 @@ class Pool:
             self._copies.close()
             self._leaving.close()
             self._abandoned.clear()
-            self._recent.clear()
+            self.recent.clear()
             self._whereabouts.close()
             for entry in list(self.dropped):  # could not be made anew
                 self._sources_left(entry)

@@ -222,15 +222,6 @@ class Runner:
         if self._parking.busy:  # bounds are checked against the storage
             self._parking.touch(tensors_in(args, kwargs))
 
-    def pass_detached(self) -> bool:
-        """The same for `detach`, which looks at nothing, if nobody wants to see it."""
-        if self._compiled.is_inside:
-            return True
-        if self._current.recording is not None or self.parks:
-            return False
-        self._fast.pass_view()
-        return True
-
     @property
     def is_inside_compiled(self) -> bool:
         """Whether what runs now is compiled code, whose ops are not the step's."""

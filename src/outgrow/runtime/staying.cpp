@@ -98,6 +98,7 @@ struct Stays {
   PyObject* is_compiling;  // whether a compiler looks at Python's frames
   PyObject* strays;        // whether the program computes where copies are not ordered; None where it cannot
   PyObject* look;          // has a look at the resident set
+  PyObject* recent;        // the values that the pool has in memory, the last used last
   PyObject* packs;         // a list: bytes of each saved tensor of the step
   Py_buffer expected;      // of each saved tensor, by its number
   Py_buffer codes;         // of each tick: the number of its saved tensor, whether the plan acts, whether it is an unpack
@@ -136,8 +137,6 @@ PyObject* Stay_tensor(PyObject* item, void*) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* Stay_is_itself(PyObject* item, void*) { return PyBool_FromLong(reinterpret_cast<Stay*>(item)->own != nullptr); }
-
 // A handle takes its place.
 PyObject* Stay_give_way(PyObject* item, PyObject* handle) {
   HANDLE_TH_ERRORS
@@ -156,7 +155,6 @@ PyMemberDef stay_members[] = {{"handle", T_OBJECT, offsetof(Stay, handle), READO
                               {"version", T_LONGLONG, offsetof(Stay, version), READONLY, nullptr},
                               {nullptr, 0, 0, 0, nullptr}};
 PyGetSetDef stay_properties[] = {{"tensor", Stay_tensor, nullptr, nullptr, nullptr},
-                                 {"is_itself", Stay_is_itself, nullptr, nullptr, nullptr},
                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMethodDef stay_methods[] = {{"give_way", Stay_give_way, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
@@ -242,6 +240,32 @@ class Unseen {
  private:
   c10::impl::ExcludeDispatchKeyGuard modes_off_;
   at::impl::TorchFunctionDisabledState functions_;
+};
+
+// What autograd is given back. It makes another tensor of that, below its dispatcher, and would ask a mode in Python to
+// do so.
+class Returned final : public c10::TensorImpl {
+ public:
+  using c10::TensorImpl::TensorImpl;
+
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
+                                                              bool allow_tensor_metadata_change) const override {
+    const c10::impl::ExcludeDispatchKeyGuard modes_off(kModes);
+    return TensorImpl::shallow_copy_and_detach(version_counter, allow_tensor_metadata_change);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version_counter,
+                                                              bool allow_tensor_metadata_change) const override {
+    const c10::impl::ExcludeDispatchKeyGuard modes_off(kModes);
+    return TensorImpl::shallow_copy_and_detach(std::move(version_counter), allow_tensor_metadata_change);
+  }
+
+  // On the memory of a tensor, with its version counter.
+  static at::Tensor alias_of(const at::Tensor& tensor) {
+    const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+    auto made = c10::make_intrusive<Returned>(impl->key_set(), impl->dtype(), impl->device());
+    copy_tensor_metadata(impl, made.get(), impl->version_counter(), /*allow_tensor_metadata_change=*/true);
+    return at::Tensor(std::move(made));
+  }
 };
 
 // Another tensor on the same memory, with the same version counter.
@@ -334,21 +358,31 @@ Stay* stay_for(Stays& self, PyObject* item, const Expected& next) {
   return stay;
 }
 
-// The storage where the value of a handle lies; null if it is not there, or its bytes are still on their way.
-c10::StorageImpl* storage_of(PyObject* handle, THPObjectPtr& entry) {
-  static PyObject* const names[] = {PyUnicode_InternFromString("entry"), PyUnicode_InternFromString("storage"),
-                                    PyUnicode_InternFromString("reading")};
-  entry = PyObject_GetAttr(handle, names[0]);
-  if (!entry || entry.get() == Py_None) return nullptr;
-  THPObjectPtr storage(PyObject_GetAttr(entry, names[1])), reading(PyObject_GetAttr(entry, names[2]));
-  if (!storage || !reading || reading.get() != Py_None || !THPStorage_Check(storage.get())) return nullptr;
-  return THPStorage_Unpack(storage.get()).unsafeGetStorageImpl();  // the entry holds it
+// An attribute that is read time and again.
+struct Attribute {
+  PyObject* const name;
+  explicit Attribute(const char* text) : name(PyUnicode_InternFromString(text)) {}
+  THPObjectPtr of(PyObject* item) const { return THPObjectPtr(PyObject_GetAttr(item, name)); }
+  bool is(PyObject* item, int64_t number) const {
+    THPObjectPtr found = of(item);
+    return found && PyLong_AsLongLong(found.get()) == number;
+  }
+  bool is_none(PyObject* item) const { return of(item).get() == Py_None; }
+};
+
+// The storage where the value of an entry lies; null if it is not there, or its bytes are still on their way.
+c10::StorageImpl* storage_of(PyObject* entry) {
+  static const Attribute storage("storage"), reading("reading");
+  THPObjectPtr found = storage.of(entry);
+  if (!found || !THPStorage_Check(found.get()) || !reading.is_none(entry)) return nullptr;
+  return THPStorage_Unpack(found.get()).unsafeGetStorageImpl();  // the entry holds it
 }
 
-bool is_of_version(PyObject* entry, int64_t version) {
-  static PyObject* const name = PyUnicode_InternFromString("version");
-  THPObjectPtr found(PyObject_GetAttr(entry, name));
-  return found && PyLong_AsLongLong(found) == version;
+// The entry of a handle's value; null if it has none.
+THPObjectPtr entry_of(PyObject* handle) {
+  static const Attribute entry("entry");
+  THPObjectPtr found = entry.of(handle);
+  return found.get() == Py_None ? THPObjectPtr() : std::move(found);
 }
 
 // The handle that an anchor leads to, with a hold on it; null if it is gone.
@@ -369,10 +403,12 @@ PyObject* anchor_of(const Stays& self, int64_t value) {
 Share* share_for(Stays& self, PyObject* item, const Expected& next) {
   const at::Tensor& tensor = THPVariable_Unpack(item);
   if (tensor.is_leaf() && tensor.requires_grad()) return nullptr;
-  THPObjectPtr anchor(anchor_of(self, next.value)), entry;
-  if (!anchor || storage_of(anchor, entry) != tensor.storage().unsafeGetStorageImpl()) return nullptr;
+  static const Attribute version_of("version");
+  THPObjectPtr anchor(anchor_of(self, next.value));
+  THPObjectPtr entry = anchor ? entry_of(anchor) : THPObjectPtr();
+  if (!entry || storage_of(entry) != tensor.storage().unsafeGetStorageImpl()) return nullptr;
   const auto version = static_cast<int64_t>(tensor._version());
-  if (!is_of_version(entry, version) || is_parked(self, tensor.storage().unsafeGetStorageImpl())) return nullptr;
+  if (!version_of.is(entry, version) || is_parked(self, tensor.storage().unsafeGetStorageImpl())) return nullptr;
   PyObject* const made = ShareType.tp_alloc(&ShareType, 0);
   if (made == nullptr) return nullptr;
   auto* const share = reinterpret_cast<Share*>(made);
@@ -420,43 +456,98 @@ PyObject* Stays_pack(PyObject* hooks, PyObject* item) {
 at::Tensor window_on(c10::Storage storage, at::ScalarType dtype, int64_t offset, at::IntArrayRef sizes,
                      at::IntArrayRef strides, const c10::VariableVersion& counter) {
   const c10::DispatchKeySet keys(storage.device_type() == c10::kCUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
-  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, c10::scalarTypeToTypeMeta(dtype));
+  at::Tensor made = at::detail::make_tensor<Returned>(std::move(storage), keys, c10::scalarTypeToTypeMeta(dtype));
   c10::TensorImpl* const impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(sizes, strides, offset);
   if (!made.is_inference()) impl->set_version_counter(counter);
   return made;
 }
 
-// What autograd is given back of a share; null if Python has to say, or with its error set.
+// A copy that brought back the value of an entry is over, if there was one; false if Python has to see to that.
+bool has_arrived(PyObject* entry) {
+  static const Attribute reading("reading"), done("done"), error("error");
+  THPObjectPtr copy = reading.of(entry);
+  if (!copy) return false;
+  if (copy.get() == Py_None) return true;
+  return done.of(copy).get() == Py_True && error.is_none(copy) && PyObject_SetAttr(entry, reading.name, Py_None) == 0;
+}
+
+// The storage where the value of an entry lies, which is used now, last of all that the pool has; null if Python has to
+// say, or with its error set.
+c10::StorageImpl* storage_in_use(Stays& self, PyObject* entry) {
+  static const Attribute recipe("recipe"), move_to_end("move_to_end");
+  if (!has_arrived(entry) || !recipe.is_none(entry)) return nullptr;
+  c10::StorageImpl* const storage = storage_of(entry);
+  if (storage == nullptr || is_parked(self, storage)) return nullptr;
+  THPObjectPtr touched(PyObject_CallMethodOneArg(self.recent, move_to_end.name, entry));
+  if (!touched && PyErr_ExceptionMatches(PyExc_KeyError)) PyErr_Clear();
+  return touched ? storage : nullptr;
+}
+
+// What autograd is given back of a share; null as above.
 PyObject* unpacked(Stays& self, const Share& share) {
-  if (share.handle != nullptr || share.epoch != self.epoch || !is_next(self, share.number << 2 | 1) ||
+  if (share.epoch != self.epoch || !is_next(self, share.number << 2 | 1) ||
       static_cast<int64_t>(share.counter.current_version()) != share.version)
     return nullptr;
-  THPObjectPtr entry;
-  c10::StorageImpl* const storage = storage_of(share.anchor, entry);
-  if (storage == nullptr || is_parked(self, storage)) return nullptr;
+  THPObjectPtr entry = entry_of(share.anchor);
+  c10::StorageImpl* const storage = entry ? storage_in_use(self, entry) : nullptr;
+  if (storage == nullptr) return nullptr;
   ++self.tick;
   auto held = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
   return THPVariable_Wrap(
       window_on(std::move(held), share.dtype, share.offset, share.sizes, share.strides, share.counter));
 }
 
+// The same of a handle: `Handle.rebuild` in handles.py.
+PyObject* unpacked(Stays& self, PyObject* handle) {
+  static const Attribute epoch("epoch"), number("number"), ghost("ghost"), version("_version"), dtype("_dtype"),
+      offset("_offset"), shape("_shape"), stride("_stride");
+  THPObjectPtr entry = entry_of(handle);
+  if (!entry || !epoch.is(handle, self.epoch)) return nullptr;
+  THPObjectPtr place = number.of(handle), versioned = ghost.of(handle);
+  if (!place || !versioned || !is_next(self, PyLong_AsLongLong(place) << 2 | 1)) return nullptr;
+  const c10::VariableVersion& counter = THPVariable_Unpack(versioned).unsafeGetTensorImpl()->version_counter();
+  if (!counter.enabled() || !version.is(handle, counter.current_version())) return nullptr;
+  THPObjectPtr kind = dtype.of(handle), start = offset.of(handle), sizes = shape.of(handle),
+                     strides = stride.of(handle);
+  if (!kind || !start || !sizes || !strides) return nullptr;
+  c10::StorageImpl* const storage = storage_in_use(self, entry);
+  if (storage == nullptr) return nullptr;
+  ++self.tick;
+  auto held = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+  return THPVariable_Wrap(window_on(std::move(held), reinterpret_cast<const THPDtype*>(kind.get())->scalar_type,
+                                    PyLong_AsLongLong(start), THPUtils_unpackLongs(sizes),
+                                    THPUtils_unpackLongs(strides), counter));
+}
+
+// The same of one that stays.
+PyObject* unpacked(Stays& self, const Stay& stay) {
+  const at::Tensor& tensor = stay.tensor();
+  if (stay.epoch != self.epoch || !is_next(self, stay.number << 2 | 1) ||
+      static_cast<int64_t>(tensor._version()) != stay.version || !is_plain(tensor) ||
+      is_parked(self, tensor.storage().unsafeGetStorageImpl()))
+    return nullptr;
+  ++self.tick;
+  // Another one: the stay's own loses its memory should the pool be shown it while autograd has this in hand.
+  return THPVariable_Wrap(Returned::alias_of(tensor));
+}
+
 PyObject* Stays_unpack(PyObject* hooks, PyObject* item) {
   HANDLE_TH_ERRORS
   auto& self = *reinterpret_cast<Stays*>(hooks);
+  PyObject* found = nullptr;
+  PyObject* handle = item;
   if (Py_TYPE(item) == &ShareType) {
-    PyObject* const found = unpacked(self, *reinterpret_cast<const Share*>(item));
-    return found != nullptr || PyErr_Occurred() ? found : PyObject_CallOneArg(self.unpack, item);
+    const auto& share = *reinterpret_cast<const Share*>(item);
+    handle = share.handle;
+    if (handle == nullptr) found = unpacked(self, share);
+  } else if (Py_TYPE(item) == &StayType) {
+    const auto& stay = *reinterpret_cast<const Stay*>(item);
+    handle = stay.handle;
+    if (handle == nullptr) found = unpacked(self, stay);
   }
-  const auto* const stay = reinterpret_cast<const Stay*>(item);
-  if (Py_TYPE(item) != &StayType || stay->handle != nullptr || stay->epoch != self.epoch ||
-      !is_next(self, stay->number << 2 | 1) || static_cast<int64_t>(stay->tensor()._version()) != stay->version ||
-      is_parked(self, stay->tensor().storage().unsafeGetStorageImpl()))
-    return PyObject_CallOneArg(self.unpack, item);
-  ++self.tick;
-  if (stay->own != nullptr) return Py_NewRef(stay->own);
-  // Another one: the stay's own loses its memory should the pool be shown it while autograd has this in hand.
-  return THPVariable_Wrap(alias_of(stay->alias));
+  if (handle != nullptr && self.on) found = unpacked(self, handle);
+  return found != nullptr || PyErr_Occurred() ? found : PyObject_CallOneArg(self.unpack, item);
   END_HANDLE_TH_ERRORS
 }
 
@@ -548,7 +639,8 @@ PyObject* Stays_expect(PyObject* hooks, PyObject* args) {
 template <typename Act>
 void for_each_callable(Stays& self, Act act) {
   for (PyObject** const item :
-       {&self.pack, &self.unpack, &self.see, &self.is_compiling, &self.strays, &self.look, &self.packs})
+       {&self.pack, &self.unpack, &self.see, &self.is_compiling, &self.strays, &self.look, &self.recent,
+                                &self.packs})
     act(*item);
 }
 
@@ -590,6 +682,7 @@ PyMemberDef stays_members[] = {{"pack_in_python", T_OBJECT_EX, offsetof(Stays, p
                                {"is_compiling", T_OBJECT_EX, offsetof(Stays, is_compiling), 0, nullptr},
                                {"strays", T_OBJECT_EX, offsetof(Stays, strays), 0, nullptr},
                                {"look", T_OBJECT_EX, offsetof(Stays, look), 0, nullptr},
+                               {"recent", T_OBJECT_EX, offsetof(Stays, recent), 0, nullptr},
                                {"packs", T_OBJECT_EX, offsetof(Stays, packs), 0, nullptr},
                                {"number", T_LONGLONG, offsetof(Stays, number), 0, nullptr},
                                {"tick", T_LONGLONG, offsetof(Stays, tick), 0, nullptr},
@@ -631,7 +724,17 @@ PyObject* window(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef functions[] = {{"window", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(window)), METH_FASTCALL, nullptr},
+// Another tensor on the memory of one, with the same version counter, that autograd may be given back; that one itself
+// if it is no plain window on memory.
+PyObject* returned(PyObject*, PyObject* item) {
+  HANDLE_TH_ERRORS
+  const bool is_ours = THPVariable_CheckExact(item) && is_plain(THPVariable_Unpack(item));
+  return is_ours ? THPVariable_Wrap(Returned::alias_of(THPVariable_Unpack(item))) : Py_NewRef(item);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions[] = {{"returned", returned, METH_O, nullptr},
+                           {"window", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(window)), METH_FASTCALL, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "outgrow_staying", nullptr, -1, functions};

@@ -51,14 +51,12 @@ _Hook = Callable[[Any], Any]
 class Stay(Kept, Protocol):
     """A saved tensor that stays.
 
-    `tensor` shares memory and version counter with what was saved; a parameter or buffer it `is_itself`. Once memory
+    `tensor` shares memory and version counter with what was saved; a parameter or buffer is that itself. Once memory
     ran short, a handle has taken its place.
     """
 
     @property
     def tensor(self) -> torch.Tensor: ...
-    @property
-    def is_itself(self) -> bool: ...
 
 
 class Ticks:
@@ -80,6 +78,7 @@ class Staying:
         pack, unpack: the hooks.
         ticks: where the step has come to.
         window: makes what autograd gets back of what left, as `window` in handles.py.
+        returned: makes what it gets back of what did not: that itself, or another tensor on its memory.
         foretells: whether the pool knows of all that the cache is foretold to send away in this step.
     """
 
@@ -112,6 +111,7 @@ class Staying:
         self.ticks: Any = Ticks()
         self.foretells = False
         self.window: Callable[..., torch.Tensor] = window
+        self.returned: Callable[[torch.Tensor], torch.Tensor] = _itself
         module = _native() if fast_path.asks_parked else None
         self._stays: Any = None
         self._share: type = type(None)
@@ -125,7 +125,8 @@ class Staying:
         stays.look, stays.strays = look, strays
         stays.is_parked = fast_path.asks_parked
         self.pack, self.unpack = stays.pack, stays.unpack
-        self.window = module.window
+        stays.recent = pool.recent
+        self.window, self.returned = module.window, module.returned
 
     def reset(self, epoch: int, packs: list[int]) -> None:
         """Step number `epoch` begins, or ends; nothing is known to stay. `packs` takes the bytes of what is saved."""
@@ -211,10 +212,8 @@ class Staying:
         tensor = stay.tensor
         if tensor._version != stay.version:
             raise changed(tensor.dtype, tensor.shape, stay.version, tensor._version)
-        if stay.is_itself:
-            return tensor
-        with torch._C._DisableTorchDispatch():  # the stay's own may lose its memory while autograd has this in hand
-            return tensor.detach()
+        # Another one: the stay's own may lose its memory while autograd has this in hand.
+        return self.returned(tensor)
 
     def show(self, nbytes: int) -> bool:
         """Show the pool the oldest of those that it does not know, as if saved before all that it knows.
@@ -254,6 +253,10 @@ class Staying:
             handle.enter(self._pool.adopt(tensor, record, is_oldest=True), self._nothing)
         stay.give_way(handle)
         return True
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _expected(plan: Plan) -> tuple[array[int], array[int]]:

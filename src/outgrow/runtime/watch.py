@@ -9,9 +9,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outgrow.tracing.ops import OpFacts, OpTable
-
-_DETACH = torch.ops.aten.detach.default
+from outgrow.tracing.ops import DETACH, OpFacts, OpTable
 
 
 class Watcher(Protocol):
@@ -31,9 +29,6 @@ class Watcher(Protocol):
 
     def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A view will be made."""
-
-    def pass_detached(self) -> bool:
-        """The same for `detach`, if nobody wants to see it; False if somebody does."""
 
     def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op, and give its result."""
@@ -62,8 +57,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Autograd shows a mode each saved tensor that it takes up again. One in two calls is such a one.
-        if func is _DETACH and self._watcher.pass_detached():
+        # Autograd shows a mode what it takes up again, unless native code handed it out: no op of the step.
+        if func is DETACH and not self._watcher.parks:
             return args[0].detach()
         show = self._beside_compiler if get_eval_frame_callback() else self._show
         return show(func, args, kwargs or {})

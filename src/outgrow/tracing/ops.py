@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 # The library of the ops by which processes exchange tensors.
 COLLECTIVES = "c10d"
+DETACH = torch.ops.aten.detach.default
+
 # Ops whose results hold whatever lay in memory.
 _BLANK = ("aten.empty", "aten.new_empty", "aten._empty")
 _SIZED_BY_FLOATS = ("aten.arange", "aten.range")
@@ -56,7 +58,8 @@ class OpFacts:
 
     `is_view`: every result is a window on an argument and nothing is written.
     `makes_outputs`: some result is fresh memory, as far as the schema tells.
-    `is_bookkeeping`: it computes nothing (profiler marks, questions about a tensor) and is no part of a step.
+    `is_bookkeeping`: it computes nothing (profiler marks, questions about a tensor, another tensor just like one) and is
+    no part of a step. Autograd detaches what it takes up again where somebody sees that, and not where nobody does.
     `writes`: positions (int) or names (str) of the arguments that it writes to.
     `is_repeatable`: run again on the same inputs it gives the same outputs, as far as its schema tells (where it
     draws random numbers: on a generator in the same state). Only PyTorch's own ops are trusted that far.
@@ -112,7 +115,7 @@ def facts_of(func: Any) -> OpFacts:
         name=name,
         is_view=is_view,
         makes_outputs=any(item.alias_info is None and "Tensor" in str(item.type) for item in returns),
-        is_bookkeeping=func.namespace in ("prim", "profiler"),
+        is_bookkeeping=func.namespace in ("prim", "profiler") or func is DETACH,
         writes=tuple(writes),
         is_repeatable=is_aten and not is_blank and not over_lists,
         draws=torch.Tag.nondeterministic_seeded in func.tags or base in _UNTAGGED_DICE,
