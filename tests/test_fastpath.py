@@ -29,6 +29,8 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.runner import Runner
 from outgrow.runtime.tiers.arena import find_arena
 from outgrow.runtime.tiers.ram import Ram
+from outgrow.runtime.watch import Watch
+from outgrow.tracing.ops import DETACH
 from steps import (
     ParkAll,
     RecomputeAll,
@@ -127,6 +129,38 @@ def test_most_ops_of_a_planned_step_pass_and_nobody_can_tell(policy: str, passed
     assert passed[:2] == [0, 0]  # recorded
     ops_at_least = LAYERS * 8
     assert max(passed[-3:]) > ops_at_least  # a plan may be set right in the last one, which is its lesson then
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_what_autograd_takes_up_again_is_no_op_of_the_step(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It detaches that, and shows a mode that it does, unless native code handed it out."""
+    detached = [0]
+    begin, dispatch = Executor.begin, Watch.__torch_dispatch__
+
+    def begun(self: Executor, *args: Any, **options: Any) -> None:
+        detached.append(0)
+        begin(self, *args, **options)
+
+    def noted(self: Watch, func: Any, *args: Any) -> Any:
+        detached[-1] += func is DETACH
+        return dispatch(self, func, *args)
+
+    monkeypatch.setattr(Executor, "begin", begun)
+    monkeypatch.setattr(Watch, "__torch_dispatch__", noted)
+    monkeypatch.setattr(fastpath, "_library", fastpath._library if is_native else lambda: None)
+    make, budget = chain(), budget_for(chain(), 0.75)
+    training = make()
+    with outgrow.Session(training.models, training.optimizers, budget=budget, policy="vdnn-all") as session:
+        for k in range(STEPS):
+            with session.step():
+                training.run(k)
+        names = [op.name for op in session.plan.problem.trace.ops]
+    training = make()
+    step = outgrow.TrainingStep(training.models, training.optimizers, lambda: training.run(0))
+    assert names == [op.name for op in outgrow.trace(lambda: step, fake=False).ops]
+    assert "aten.detach.default" not in names
+    saved = len(session.plan.problem.trace.saved)
+    assert detached[-1] == 0 if is_native else detached[-1] >= saved
 
 
 def test_where_a_session_begins_with_a_plan_ops_pass_from_its_fourth_step_on(passed: list[int]) -> None:

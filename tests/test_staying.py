@@ -21,11 +21,13 @@ from torch.nn import functional as F
 
 import outgrow
 from outgrow.runtime import staying
+from outgrow.runtime.entry import Entry
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.follower import Follower
-from outgrow.runtime.handles import window
+from outgrow.runtime.handles import Handle, window
 from outgrow.runtime.hooks import Hooks
+from outgrow.runtime.pool import Pool
 from outgrow.runtime.runner import Runner
 from outgrow.runtime.staying import Staying
 from outgrow.runtime.tiers.ram import Ram
@@ -547,6 +549,65 @@ def test_ticks_that_the_plan_acts_at_come_to_python() -> None:
         for number, saved in enumerate(trace.saved):
             role = expected[staying._COLUMNS * number]
             assert (role == staying._MOVES) >= (saved.value in moved)
+
+
+# --- what left and is back ---
+
+
+@pytest.fixture
+def handed_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of those that Python handed out though they were there, at ticks at which nothing is to be done."""
+    found: list[int] = []
+    unpack = Hooks._unpack
+
+    def noted(self: Hooks, handle: Handle) -> torch.Tensor:
+        stays, entry = self.staying._stays, handle.entry
+        is_there = entry is not None and entry.storage is not None and (entry.reading is None or entry.reading.done)
+        if stays.on and is_there and not (stays.waits or stays.tick in self._tick.__self__._follower._actions):
+            found.append(handle.number)
+        return unpack(self, handle)
+
+    monkeypatch.setattr(Hooks, "_unpack", noted)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["vdnn-all", "auto", "superneurons"])
+def test_a_value_that_is_there_is_handed_out_past_python(policy: str, handed_out: list[str]) -> None:
+    trained_as_plain(net, 0.7, policy)
+    assert not handed_out
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("shares", [False, True])
+def test_it_is_the_last_used_of_all_from_then_on(
+    shares: bool, is_known: bool, handed_out: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Entry] = []
+    init = Staying.__init__
+
+    class Recent:
+        """What the pool has in memory, for native code."""
+
+        def __init__(self, pool: Pool) -> None:
+            self._pool = pool
+
+        def move_to_end(self, entry: Entry) -> None:
+            used.append(entry)
+            if not is_known:
+                raise KeyError(entry)
+            self._pool.recent.move_to_end(entry)
+
+    def made(self: Staying, owner: Any, hooks: Any, ledger: Any, pool: Pool, *args: Any, **options: Any) -> None:
+        init(self, owner, hooks, ledger, pool, *args, **options)
+        self._stays.recent = Recent(pool)
+
+    monkeypatch.setattr(Staying, "__init__", made)
+    if shares:
+        trained_as_plain(network_in_parts(), 0.9, "vdnn-all", **LARGE)
+    else:
+        trained_as_plain(net, 0.7, "vdnn-all")
+    assert used
+    assert bool(handed_out) != is_known
 
 
 # --- further ones on what moves ---

@@ -58,8 +58,8 @@ class OpFacts:
 
     `is_view`: every result is a window on an argument and nothing is written.
     `makes_outputs`: some result is fresh memory, as far as the schema tells.
-    `is_bookkeeping`: it computes nothing (profiler marks, questions about a tensor, another tensor just like one) and is
-    no part of a step. Autograd detaches what it takes up again where somebody sees that, and not where nobody does.
+    `is_bookkeeping`: it computes nothing (profiler marks, questions about a tensor, another tensor just like one) and
+    is no part of a step. Autograd detaches what it takes up again where somebody sees that, else it does not.
     `writes`: positions (int) or names (str) of the arguments that it writes to.
     `is_repeatable`: run again on the same inputs it gives the same outputs, as far as its schema tells (where it
     draws random numbers: on a generator in the same state). Only PyTorch's own ops are trusted that far.
