@@ -3,7 +3,7 @@
 A plan's trace says what each op holds and how long it takes, so a kind of workspace is a trace with other costs.
 Under `Workspace.DYNAMIC` those follow from the plan itself: it is made as if all convolutions held nothing, and as if
 they held all they might want; the simulator then says which workspace is free at each of them (`settled`), and the
-faster plan counts.
+fastest plan counts, that in which all have what they want among them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def plan_with(
     if workspace is not Workspace.DYNAMIC:
         return made(fastest=workspace is Workspace.SPEED)
     certain = _with_ways(trace, ways, fastest=False)
-    return min((settled(made(fastest), certain, ways) for fastest in (False, True)), key=_rank)
+    slow, fast = made(False), made(True)
+    return min(settled(slow, certain, ways), settled(fast, certain, ways), fast, key=_rank)
 
 
 def settled(plan: Plan, certain: Trace, ways: tuple[tuple[Choice, ...], ...]) -> Plan:

@@ -25,8 +25,7 @@ from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, is_opaque, tensors_within
-from outgrow.tracing.recorder import accumulates_gradient
+from outgrow.tracing.ops import OpFacts, accumulates_gradient, is_opaque, tensors_within
 
 # Modules with functions that run between an op of C++ code and us.
 _BETWEEN = ("outgrow.", "torch._compile", "torch._dynamo")

@@ -23,6 +23,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
@@ -535,6 +536,15 @@ const void* asked_hook() {
   return hooks.empty() ? nullptr : hooks.top().first.ptr(&hooks.top().first.pyinterpreter());
 }
 
+// Whether a call is `detach`, which is no op of a step but where a gradient becomes a leaf's: `is_of_step` in ops.py. Not
+// of a tensor whose class runs ops itself.
+bool is_mere_detach(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  static const auto detach = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
+  if (!(op == detach) || !stack.back().isTensor() || stack.back().toTensor().key_set().has(c10::DispatchKey::Python))
+    return false;
+  return dynamic_cast<torch::autograd::AccumulateGrad*>(torch::autograd::get_current_node().get()) == nullptr;
+}
+
 void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::Stack* stack) {
   const c10::DispatchKeySet keys = all & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   State* const now = state != nullptr ? state : state_of_gpu.load();
@@ -548,8 +558,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
     add_in_place(stack);
     return;
   }
-  static const auto detach = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
-  if (now->passes && op == detach) {  // no op of the step (ops.py)
+  if (now->passes && is_mere_detach(op, *stack)) {
     const c10::impl::ExcludeDispatchKeyGuard modes_off(kModes);
     op.redispatchBoxed(keys - kModes, stack);
     return;

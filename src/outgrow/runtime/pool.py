@@ -457,6 +457,8 @@ class Pool:
 
         Whoever asks holds the memory from here on: plan actions in between may well let go of the pool's hold.
         """
+        if entry.reading is not None and entry.reading.error is not None:
+            self._settle(entry)  # it was fetched ahead of its use, in vain: try once more
         self._touch(entry)
         if entry.storage is None and not self._find_again(entry):
             if entry.slot is None:

@@ -28,6 +28,7 @@ from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import (
     OpFacts,
     OpTable,
+    accumulates_gradient,
     is_opaque,
     outputs_of,
     parts_of,
@@ -35,7 +36,6 @@ from outgrow.tracing.ops import (
     updated_statistics,
     written_tensors,
 )
-from outgrow.tracing.recorder import accumulates_gradient
 
 _LOG = logging.getLogger(__name__)
 

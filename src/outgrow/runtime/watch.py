@@ -9,7 +9,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outgrow.tracing.ops import DETACH, OpFacts, OpTable
+from outgrow.tracing.ops import OpFacts, OpTable, is_of_step
 
 
 class Watcher(Protocol):
@@ -57,9 +57,6 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Autograd shows a mode what it takes up again, unless native code handed it out: no op of the step.
-        if func is DETACH and not self._watcher.parks:
-            return args[0].detach()
         show = self._beside_compiler if get_eval_frame_callback() else self._show
         return show(func, args, kwargs or {})
 
@@ -75,7 +72,7 @@ class Watch(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = self._table[func]
-        if facts.is_bookkeeping or self._watcher.is_inside_compiled:
+        if not is_of_step(func, facts) or self._watcher.is_inside_compiled:
             return func(*args, **kwargs)
         if facts.is_view and not self._watcher.sees_views:
             self._watcher.pass_view(args, kwargs)

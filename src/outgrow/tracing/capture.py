@@ -17,7 +17,7 @@ from outgrow.tracing.compiled import eagerly
 from outgrow.tracing.functions import FunctionsSeen
 from outgrow.tracing.ir import Kind, Trace
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpTable, outputs_of, tensors_in
+from outgrow.tracing.ops import OpTable, is_of_step, outputs_of, tensors_in
 from outgrow.tracing.probe import measured_call
 from outgrow.tracing.recorder import ModuleNames, Recorder
 
@@ -259,7 +259,7 @@ class _CaptureMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         facts = self._table[func]
-        if self._paused or facts.is_bookkeeping:
+        if self._paused or not is_of_step(func, facts):
             return func(*args, **kwargs)
         rise, seconds = 0, 0.0
         if self._measured:

@@ -58,8 +58,7 @@ class OpFacts:
 
     `is_view`: every result is a window on an argument and nothing is written.
     `makes_outputs`: some result is fresh memory, as far as the schema tells.
-    `is_bookkeeping`: it computes nothing (profiler marks, questions about a tensor, another tensor just like one) and
-    is no part of a step. Autograd detaches what it takes up again where somebody sees that, else it does not.
+    `is_bookkeeping`: it computes nothing (profiler marks, questions about a tensor) and is no part of a step.
     `writes`: positions (int) or names (str) of the arguments that it writes to.
     `is_repeatable`: run again on the same inputs it gives the same outputs, as far as its schema tells (where it
     draws random numbers: on a generator in the same state). Only PyTorch's own ops are trusted that far.
@@ -115,7 +114,7 @@ def facts_of(func: Any) -> OpFacts:
         name=name,
         is_view=is_view,
         makes_outputs=any(item.alias_info is None and "Tensor" in str(item.type) for item in returns),
-        is_bookkeeping=func.namespace in ("prim", "profiler") or func is DETACH,
+        is_bookkeeping=func.namespace in ("prim", "profiler"),
         writes=tuple(writes),
         is_repeatable=is_aten and not is_blank and not over_lists,
         draws=torch.Tag.nondeterministic_seeded in func.tags or base in _UNTAGGED_DICE,
@@ -139,6 +138,21 @@ def _statistics_of(name: str, schema: Any) -> dict[str, Any]:
     ):
         return {}
     return {"statistics": tuple(names.index(each) for each in _STATISTICS if each in names), "trains_at": trains_at}
+
+
+def is_of_step(func: Any, facts: OpFacts) -> bool:
+    """Whether a call is an op of a step.
+
+    `detach` is none: autograd detaches what it takes up again where somebody sees that, and not where nobody does.
+    Only where a gradient becomes a leaf's by it, it is one.
+    """
+    return accumulates_gradient() if func is DETACH else not facts.is_bookkeeping
+
+
+def accumulates_gradient() -> bool:
+    """Whether the backward pass is at a node that adds to the gradient of a leaf."""
+    node = torch._C._current_autograd_node()
+    return node is not None and "AccumulateGrad" in node.name()
 
 
 class OpTable:

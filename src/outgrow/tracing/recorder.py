@@ -20,7 +20,15 @@ from torch.utils.flop_counter import flop_registry
 from outgrow.tracing.convolution import DATA_GRADIENT, FORWARD, WEIGHT_GRADIENT, convolution_shape
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
 from outgrow.tracing.ledger import Ledger, StorageRecord
-from outgrow.tracing.ops import OpFacts, is_opaque, is_sized_by_data, nbytes_of, tensors_within, written_tensors
+from outgrow.tracing.ops import (
+    OpFacts,
+    accumulates_gradient,
+    is_opaque,
+    is_sized_by_data,
+    nbytes_of,
+    tensors_within,
+    written_tensors,
+)
 
 # Kinds of value that somebody lets go of during a step; the others are training state.
 _LET_GO = frozenset({Kind.TEMPORARY, Kind.INPUT})
@@ -463,12 +471,6 @@ class ModuleNames:
     def leave(self) -> None:
         """It has run."""
         self._entered.pop()
-
-
-def accumulates_gradient() -> bool:
-    """Whether the backward pass is at a node that adds to the gradient of a leaf."""
-    node = torch._C._current_autograd_node()
-    return node is not None and "AccumulateGrad" in node.name()
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
