@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import outgrow
@@ -660,3 +661,21 @@ def test_an_error_in_a_step_is_not_hidden_by_what_cannot_be_made_anew_at_the_end
     with pytest.raises(ValueError, match="the program's own"):
         train()
     assert asked
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_memory_that_a_recipe_read_goes_with_whoever_had_it() -> None:
+    """No garbage for a collector: a program may exchange the memory of its parameters after each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())])
+    x = torch.randn(256, 64)
+    with outgrow.Session(model, budget=1 << 30, policy=RecomputeAll(), least_moved_bytes=1) as session:
+        for _ in range(6):
+            with session.step():
+                model(x).square().mean().backward()
+            model.zero_grad()
+            old = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+            assert all(memory.expired() for memory in old)
+        assert session.summary().recomputed_bytes > 0

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outgrow
 from outgrow.planning.policies import Policy
+from outgrow.runtime import fastpath
 from outgrow.runtime.settings import settings, under
 from steps import (
     ParkAll,
@@ -545,3 +546,53 @@ def test_a_budget_between_what_is_there_and_twice_the_outputs_is_enough() -> Non
     ours, summaries = train_in_session(keeping_its_outputs, 8, budget=budget)
     assert ours == train_plain(keeping_its_outputs, 8)
     assert all(each.measured_peak_bytes <= budget for each in summaries)
+
+
+def chance_of_none(h: torch.Tensor, fill: torch.Tensor) -> torch.Tensor:
+    return 1 - (1 - 0.9 * h.sigmoid()).view(-1, 8, 8).prod(2)
+
+
+def filled(h: torch.Tensor, fill: torch.Tensor) -> torch.Tensor:
+    return h.masked_fill(h < 0, fill)
+
+
+def filled_in_place_in_part(h: torch.Tensor, fill: torch.Tensor) -> torch.Tensor:
+    h = h * 2
+    h[:, :40].masked_fill_(h[:, :40] < 1, fill)
+    return h
+
+
+def slope_of_a_cumulated_product(h: torch.Tensor, fill: torch.Tensor) -> torch.Tensor:
+    through = h.sigmoid().cumprod(1)
+    (slope,) = torch.autograd.grad(through.square().sum(), h, create_graph=True)
+    return slope
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("policy", ["auto", "lru", "checkpoint"])
+@pytest.mark.parametrize(
+    "compute",
+    [chance_of_none, filled, filled_in_place_in_part, slope_of_a_cumulated_product],
+    ids=lambda f: f.__name__,
+)
+def test_formulas_of_gradients_are_those_that_plain_pytorch_takes(
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], policy: str
+) -> None:
+    """Where a dispatch mode is on PyTorch takes others for these, with other bits."""
+    if fastpath._library() is None:
+        pytest.skip("needs a C++ compiler")
+
+    class Computing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 64))
+            self.fill = nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return compute(self.first(x), self.fill)
+
+    make = supervised(Computing, lambda model, x, k: model(x).pow(2).mean(), momentum, shape=(1024, 32))
+    plain = train_plain(make, 6)
+    for share in (2.0, 0.8):
+        ours, _ = train_in_session(make, 6, budget=int(bounds_of(make)[0] * share), policy=policy)
+        assert ours == plain

@@ -24,6 +24,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
@@ -36,6 +37,8 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <typeinfo>
 #include <unordered_map>
 #include <vector>
 
@@ -287,7 +290,12 @@ struct Turn {
   bool operator==(const Turn& other) const { return node == other.node && pass == other.pass; }
 };
 
-thread_local std::vector<Turn> running;  // whose formulas run on this thread, the innermost last
+// Nodes whose formulas run on this thread, the innermost last, and whether the mode was hidden before each.
+struct Running {
+  Turn turn;
+  bool was_hidden;
+};
+thread_local std::vector<Running> running;
 thread_local Turn ended;                 // whose formula has ended last
 thread_local at::CallbackHandle on_nodes = at::INVALID_CALLBACK_HANDLE;
 
@@ -295,17 +303,53 @@ Turn this_turn() {
   return {torch::autograd::get_current_node().get(), torch::autograd::get_current_graph_task_id()};
 }
 
+// While a node's own code runs, the one mode of the step is hidden: PyTorch takes another formula where it finds a mode
+// (`isTensorSubclassLike`), of a product for one, and that gives other bits. Each op of the formula is the mode's as ever.
+thread_local bool hidden = false;
+
+void hide(bool is_hidden) {
+  if (hidden != is_hidden) c10::impl::tls_set_dispatch_key_excluded(c10::DispatchKey::Python, is_hidden);
+  hidden = is_hidden;
+}
+
+// While this lives, a hidden mode is not.
+class Shown {
+ public:
+  Shown() : was_hidden_(hidden) { hide(false); }
+  ~Shown() { hide(was_hidden_); }
+  Shown(const Shown&) = delete;
+  Shown& operator=(const Shown&) = delete;
+
+ private:
+  bool was_hidden_;
+};
+
+// Whether the node at which the backward pass is has a formula of PyTorch's own; others may run Python.
+bool is_at_formula() {
+  const torch::autograd::Node* node = torch::autograd::get_current_node().get();
+  if (const auto* const copied = dynamic_cast<const torch::autograd::CopySlices*>(node)) node = copied->fn.get();
+  constexpr std::string_view generated = "N5torch8autograd9generated";
+  return node != nullptr && std::string_view(typeid(*node).name()).substr(0, generated.size()) == generated;
+}
+
+bool is_only_mode(const State* now) {
+  return now != nullptr && now->modes == 1 && c10::impl::TorchDispatchModeTLS::stack_len() == 1 &&
+         (hidden || !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python));
+}
+
 std::unique_ptr<at::ObserverContext> node_begins(const at::RecordFunction&) {
-  running.push_back(this_turn());
+  running.push_back({this_turn(), hidden});
+  hide(is_only_mode(state != nullptr ? state : state_of_gpu.load()) && is_at_formula());
   return nullptr;
 }
 
 // A formula may call other nodes by itself: those have no turn of their own, and end within that of the caller.
 void node_ends(const at::RecordFunction&, at::ObserverContext*) {
   if (running.empty()) return;
-  const Turn turn = running.back();
+  const auto [turn, was_hidden] = running.back();
   running.pop_back();
-  if (running.empty() || !(running.back() == turn)) ended = turn;
+  hide(was_hidden);
+  if (running.empty() || !(running.back().turn == turn)) ended = turn;
 }
 
 // Whether so many hold something, and its Python object, if it has one, is nobody's: that one lives, and holds it, as
@@ -545,7 +589,28 @@ bool is_mere_detach(const c10::OperatorHandle& op, const torch::jit::Stack& stac
   return dynamic_cast<torch::autograd::AccumulateGrad*>(torch::autograd::get_current_node().get()) == nullptr;
 }
 
+// Whether an op of PyTorch's own does no more than to call others.
+bool comes_apart(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
+  for (const auto key : {c10::DispatchKey::Autograd, c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA})
+    if (op.hasKernelForDispatchKey(key)) return false;
+  return keys.has_any(c10::autograd_dispatch_keyset) &&
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+         op.operator_name().name.rfind("aten::", 0) == 0;
+}
+
+// Run an op as the mode wants it: it sees this one, or all that it comes apart into, as it would were there no mode.
+void show(const State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (is_only_mode(&now) && comes_apart(op, keys)) {
+    hide(true);  // until the call of `watch` is over
+    keys = keys - kModes;
+  }
+  op.redispatchBoxed(keys, stack);
+}
+
 void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::Stack* stack) {
+  // Where our own code is not to be seen, the other key of modes is off as well.
+  if (hidden && all.has(c10::DispatchKey::PythonTLSSnapshot)) all = all.add(c10::DispatchKey::Python);
+  const Shown shown;
   const c10::DispatchKeySet keys = all & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   State* const now = state != nullptr ? state : state_of_gpu.load();
   // The modes' key is not there where the mode itself calls an op, nor inside an op.
@@ -564,11 +629,11 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
     return;
   }
   if (asked_hook() != now->hooks) {  // the program's own may keep the address of what an op saves
-    op.redispatchBoxed(keys, stack);
+    show(*now, op, keys, stack);
     return;
   }
   if (!(now->learns || now->passes) || now->number >= now->length) {
-    op.redispatchBoxed(keys, stack);
+    show(*now, op, keys, stack);
     return;
   }
   const size_t count = op.schema().arguments().size();
@@ -587,13 +652,13 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
     return;
   }
   if (!now->learns) {
-    op.redispatchBoxed(keys, stack);
+    show(*now, op, keys, stack);
     return;
   }
   std::vector<int64_t> sizes;
   if (now->loose) see_sizes(*stack, count, [&](int64_t size, bool) { sizes.push_back(size); });
   const Expected* const lesson = now->expected;
-  op.redispatchBoxed(keys, stack);
+  show(*now, op, keys, stack);
   if (look != 0 && now->learns && now->expected == lesson && now->number > first)
     learn(*now, op, first, look, sizes, is_expected);
 }

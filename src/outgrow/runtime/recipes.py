@@ -265,31 +265,47 @@ class Cookbook:
 
     def compile(self, target: Contents, entries: Callable[[Contents], Entry | None]) -> Recipe | None:
         """The recipe of what `target` names; None where a call of it was not taken down, or written to unseen."""
-        calls: dict[int, Call] = {}
-        order: list[Call] = []
-        sources: dict[Contents, Entry] = {}
-
-        def ask(contents: Contents) -> bool:
-            call = self._made_by.get(contents)
-            if call is None or len(order) > _MOST_CALLS:
-                return False
-            if id(call) in calls:
-                return True
-            calls[id(call)] = call
-            for wanted in call.reads:
-                entry = entries(wanted) if wanted != target else None
-                if entry is not None:
-                    sources[wanted] = entry
-                elif not ask(wanted):
-                    return False
-            order.append(call)  # after all that it reads
-            return True
-
-        if self._rests or not ask(target):
+        search = _Search(self._made_by, target, entries)
+        if self._rests or not search.finds(target):
             return None
+        order, sources = search.order, search.sources
         states = {state.record.serial: state.record for call in order for state in call.states}
         leaves = frozenset((*states, *(serial for serial, _ in sources)))
         return Recipe(target, tuple(order), sources, tuple(states.values()), leaves)
+
+
+class _Search:
+    """Looks for the calls that make `target`, and for the entries that they start from.
+
+    No function inside a function: one that calls itself is garbage for a collector, and holds all that it found.
+    """
+
+    def __init__(
+        self, made_by: Mapping[Contents, Call], target: Contents, entries: Callable[[Contents], Entry | None]
+    ) -> None:
+        self._made_by = made_by
+        self._target = target
+        self._entries = entries
+        self._asked: set[int] = set()
+        self.order: list[Call] = []
+        self.sources: dict[Contents, Entry] = {}
+
+    def finds(self, contents: Contents) -> bool:
+        """Whether it is known how to make these; the call that does is in the order then, after all that it reads."""
+        call = self._made_by.get(contents)
+        if call is None or len(self.order) > _MOST_CALLS:
+            return False
+        if id(call) in self._asked:
+            return True
+        self._asked.add(id(call))
+        for wanted in call.reads:
+            entry = self._entries(wanted) if wanted != self._target else None
+            if entry is not None:
+                self.sources[wanted] = entry
+            elif not self.finds(wanted):
+                return False
+        self.order.append(call)
+        return True
 
 
 class _NoWindow(Exception):
