@@ -86,6 +86,7 @@ class Course:
     Attributes:
         unseen: it departed from its plan where nobody could begin to watch it.
         turned_late: it went by another plan when it had saved something already.
+        lost_count: its ops had other numbers than its plan's.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Course:
 
     def begin(self) -> None:
         """A step begins."""
-        self.unseen = self.turned_late = False
+        self.unseen = self.turned_late = self.lost_count = False
         self._limits: Sequence[int] | None = None  # what the plan was seen to hold, of a step of other sizes
 
     def open(self, stack: ExitStack, modes: int, function_modes: int, *, saw_functions: bool) -> None:
@@ -176,6 +177,14 @@ class Course:
                 self._suppose_inputs(self._follower.plan)
             self._join()
         elif not self._demand.on:
+            self._needs_more()
+            self._fast.see_all()
+
+    def lose_count(self) -> None:
+        """Ops have other numbers than the plan's: what it parks is not known by these. From here on park on demand."""
+        self.lost_count = True
+        if not self._demand.on:
+            _LOG.info("fallback: ops have other numbers than in the trace; values are parked on demand from here on")
             self._needs_more()
             self._fast.see_all()
 

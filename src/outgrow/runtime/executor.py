@@ -161,6 +161,7 @@ class Executor:
             self._compiled,
             others,
         )
+        self._parking.lose_count = self._course.lose_count
         self._stack: ExitStack | None = None
         self._last: Plan | None = None  # of the last step, if all went as it says
         self._reset(None)
@@ -314,6 +315,7 @@ class Executor:
             leaving_bytes=current.leaving_at_peak,
             gave_back=self._memory.gave_back,
             turned_late=self._course.turned_late,
+            lost_count=self._course.lost_count,
             failure=self._parking.failure,
             times=times,
         )

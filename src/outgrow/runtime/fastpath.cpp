@@ -312,10 +312,12 @@ void hide(bool is_hidden) {
   hidden = is_hidden;
 }
 
-// While this lives, a hidden mode is not.
+// While this lives a hidden mode is not, if it is `wanted`.
 class Shown {
  public:
-  Shown() : was_hidden_(hidden) { hide(false); }
+  explicit Shown(bool wanted) : was_hidden_(hidden) {
+    if (wanted) hide(false);
+  }
   ~Shown() { hide(was_hidden_); }
   Shown(const Shown&) = delete;
   Shown& operator=(const Shown&) = delete;
@@ -608,9 +610,10 @@ void show(const State& now, const c10::OperatorHandle& op, c10::DispatchKeySet k
 }
 
 void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::Stack* stack) {
-  // Where our own code is not to be seen, the other key of modes is off as well.
-  if (hidden && all.has(c10::DispatchKey::PythonTLSSnapshot)) all = all.add(c10::DispatchKey::Python);
-  const Shown shown;
+  // Where code is not to be seen by any mode, ours for one, the other key of modes is off as well.
+  const bool is_seen = all.has(c10::DispatchKey::PythonTLSSnapshot);
+  if (hidden && is_seen) all = all.add(c10::DispatchKey::Python);
+  const Shown shown(is_seen);
   const c10::DispatchKeySet keys = all & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   State* const now = state != nullptr ? state : state_of_gpu.load();
   // The modes' key is not there where the mode itself calls an op, nor inside an op.

@@ -71,6 +71,8 @@ class Parking:
         failure: what went wrong when everything came back, if anything did.
         remade_nbytes: bytes of the gradients that were made anew in this step, and `remake_seconds` the time for it.
         proofs: gradients that were made anew beside a copy, to see whether they are the same.
+        is_watched: says whether what Python code calls is seen; set when somebody does.
+        lose_count: told when another op than the plan's made what was to be parked; set once.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Parking:
         self._run = run
         self.lending = Lending(gradients)
         self._parked: dict[int, _Parked] = {}
+        self.lose_count: Callable[[], None] = lambda: None
         self.begin(None, {}, Verdicts())
 
     def begin(
@@ -194,7 +197,10 @@ class Parking:
                 records.append(record)
                 self._own.add(record.serial)
         born = list({record.serial: record for record in records}.values())
+        had_missed = self._seen.has_missed
         self.lending.add(self._seen.ran(number, facts.name, func, args, outputs, born))
+        if self._seen.has_missed and not had_missed:
+            self.lose_count()
 
     def looks_out_for(self, number: int) -> bool:
         """Whether op `number` of the step makes something that may be parked: it has to be seen."""

@@ -20,6 +20,7 @@ class Sightings:
 
     Attributes:
         is_loose: those of the step that runs may be smaller.
+        has_missed: another op ran in place of one that makes such a value: ops have other numbers than the plan's.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Sightings:
         `is_foreign` says that the plan's trace was recorded elsewhere: its storages have other numbers.
         """
         self._ledger = ledger
-        self.is_loose = False
+        self.is_loose = self.has_missed = False
         self._remade = remade
         self._records: dict[int, StorageRecord] = {}
         self._sizes: dict[int, int] = {}
@@ -84,6 +85,7 @@ class Sightings:
     ) -> list[int]:
         """Op `number` ran and wrote or made the storages `born`. Gives the serial numbers of gradients among them."""
         if self._names.get(number) != name:
+            self.has_missed = self.has_missed or number in self._names
             return []
         gradients = []
         for place, value in self._births[number]:
@@ -146,6 +148,7 @@ class Sightings:
         """The step is over."""
         self.forget_remakes()
         self._records.clear()
+        self.has_missed = False
 
 
 def _in_order(state: Iterable[StorageRecord], trace: Trace, kinds: Mapping[int, Kind]) -> dict[int, StorageRecord]:

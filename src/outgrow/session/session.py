@@ -434,7 +434,9 @@ class Session:
         if expected is not None and plan is not None and recorder is None and went_by_it:
             # What was proved will be dropped from now on, and wants room when it is made anew.
             fits = outcome.fits or (expected.fits and not outcome.proved)
-            expected.fits = fits and not plan.problem.trace.varies  # the next one may be larger
+            # The next one may be larger, or its ops may have other numbers.
+            expected.loses_count = expected.loses_count or outcome.lost_count
+            expected.fits = fits and not (plan.problem.trace.varies or expected.loses_count)
         wants_plan = False
         if outcome.followed and outcome.fit is not Fit.EXACT:
             assert expected is not None
