@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -631,3 +631,67 @@ def test_a_step_whose_ops_have_other_numbers_parks_on_demand(share: float) -> No
     ours, summaries = train_in_session(make, 12, budget=budget, least_moved_bytes=LEAST_MOVED_BYTES)
     assert ours == plain
     assert max(summary.measured_peak_bytes for summary in summaries) <= budget
+
+
+def holding_states(kept: list[torch.Tensor]) -> Callable[[], Training]:
+    """A program that holds all hidden states through the backward pass, and as long as they are `kept`."""
+
+    def make() -> Training:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU())]
+        model = nn.Sequential(*layers, nn.Linear(128, 16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def run(k: int) -> torch.Tensor:
+            kept.clear()
+            h = torch.randn(2048, 128, generator=torch.Generator().manual_seed(k))
+            states = []
+            for layer in model:
+                h = layer(h)
+                states.append(h)
+            loss = h.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.extend(states)
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    return make
+
+
+class Forgetful(list[torch.Tensor]):
+    """Keeps nothing."""
+
+    def extend(self, states: Iterable[torch.Tensor]) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("policy", ["auto", "checkpoint", "superneurons", "vdnn-all"])
+def test_what_is_made_anew_has_room_beside_states_that_the_program_holds(policy: str) -> None:
+    make = holding_states(Forgetful())
+    plain = train_plain(make, 5)
+    budget = bounds_of(make)[0] * 6 // 10
+    ours, summaries = train_in_session(make, 5, budget=budget, policy=policy, least_moved_bytes=LEAST_MOVED_BYTES)
+    assert ours == plain
+    assert max(summary.measured_peak_bytes for summary in summaries) <= budget
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_a_step_at_whose_end_more_comes_back_than_the_budget_has_says_so(policy: str) -> None:
+    kept: list[torch.Tensor] = []
+    make = holding_states(kept)
+    budget = bounds_of(make)[0] * 6 // 10
+    training, plain = make(), make()
+    with outgrow.Session(training.models, training.optimizers, budget=budget, policy=policy) as session:
+        with pytest.raises(outgrow.BudgetTooSmall, match="all that the program still holds"), session.step():
+            training.run(0)
+        states = list(kept)
+        assert session.live_bytes > budget
+        plain.run(0)
+        assert all(map(torch.equal, states, kept))
+        states.clear()
+        kept.clear()
+        assert session.live_bytes < budget

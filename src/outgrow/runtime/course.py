@@ -181,7 +181,7 @@ class Course:
             self._fast.see_all()
 
     def lose_count(self) -> None:
-        """Ops have other numbers than the plan's: what it parks is not known by these. From here on park on demand."""
+        """Ops have other numbers than the plan's, which knows what it parks by these: from here on park on demand."""
         self.lost_count = True
         if not self._demand.on:
             _LOG.info("fallback: ops have other numbers than in the trace; values are parked on demand from here on")

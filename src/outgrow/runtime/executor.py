@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
+from outgrow.errors import BudgetTooSmall
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
 from outgrow.runtime.calls import Calls
@@ -50,6 +51,10 @@ from outgrow.tracing.ops import OpTable, tensors_in
 from outgrow.tracing.recorder import Recorder
 
 _LOG = logging.getLogger(__name__)
+
+# What is parked to make room for a recipe may be what it starts from.
+_TRIES_OF_A_RECIPE = 4
+_AT_END = "the end of the step, where all that the program still holds comes back"
 
 
 class Executor:
@@ -259,8 +264,10 @@ class Executor:
         if self._follower.on and not self._follower.done:
             _LOG.info("fallback: the step ended early, %s", self._follower.where_next())
         try:
+            before = self._ledger.live_bytes
             with torch._C.DisableTorchFunction():
                 self._parking.end()
+            failure = self._parking.failure or self._overrun_from(before)
             current.look()
             knows_peak = current.is_watched
             if self._is_counted_by_blocks:
@@ -316,11 +323,20 @@ class Executor:
             gave_back=self._memory.gave_back,
             turned_late=self._course.turned_late,
             lost_count=self._course.lost_count,
-            failure=self._parking.failure,
+            failure=failure,
             times=times,
         )
         self._reset(None)
         return outcome
+
+    def _overrun_from(self, before_bytes: int) -> BudgetTooSmall | None:
+        """The error if what came back as the step ended has lifted live bytes above the budget."""
+        if before_bytes <= self._room.budget_bytes:
+            try:
+                self._room.check(self._ledger.live_bytes, _AT_END)
+            except BudgetTooSmall as error:
+                return error.with_traceback(None)
+        return None
 
     def _close_stack(self) -> None:
         """Take hooks and mode off."""
@@ -395,7 +411,20 @@ class Executor:
         self._follower.make_way(handle)
 
     def rebuild(self, entry: Entry) -> torch.UntypedStorage:
-        """Make a dropped value anew; the pool asks for it."""
+        """Make a dropped value anew; the pool asks for it.
+
+        Nothing is parked on demand meanwhile: where the recipe finds no room, that is made before it is tried again.
+        """
+        for _ in range(_TRIES_OF_A_RECIPE if self._demand.on else 0):
+            try:
+                with self._demand.paused():
+                    return self._recomputer.rebuild(entry)
+            except BudgetTooSmall as short:  # its frames hold what was made so far, and go before room is made
+                least_bytes = short.least_bytes
+            before = self._ledger.live_bytes
+            self._demand.make_room(least_bytes - before)
+            if self._ledger.live_bytes >= before:
+                break
         with self._demand.paused():
             return self._recomputer.rebuild(entry)
 

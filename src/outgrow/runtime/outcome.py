@@ -19,10 +19,10 @@ class StepOutcome:
     that the step could have parked what its plan knows nothing of, and had no need to; `unseen` that it departed from
     its plan where nobody could begin to watch it. `failure` is why a parked value could not come back. `kept_bytes`
     are of saved values that stayed. `gave_back` says that an allocator gave all its free blocks back to find room;
-    `turned_late` that the step went by another plan when it had saved something already; `lost_count` that its ops had
-    other numbers than the plan's. `leaving_bytes` is what copies out held at the peak: the device may have been that
-    much fuller than foreseen only because the next tier was late. `times` are there where the device may still be at the step: its three times are not known before
-    `timed` has waited for it.
+    `turned_late` that the step went by another plan when it had saved something already; `lost_count` that its ops
+    had other numbers than the plan's. `leaving_bytes` is what copies out held at the peak: the device may have been
+    that much fuller than foreseen only because the next tier was late. `times` are there where the device may still
+    be at the step: its three times are not known before `timed` has waited for it.
     """
 
     peak_bytes: int
