@@ -322,7 +322,7 @@ class Executor:
             leaving_bytes=current.leaving_at_peak,
             gave_back=self._memory.gave_back,
             turned_late=self._course.turned_late,
-            lost_count=self._course.lost_count,
+            lost_count=self._course.lost_count and self._demand.nbytes > 0,
             failure=failure,
             times=times,
         )

@@ -17,12 +17,13 @@ class StepOutcome:
     what some ops need; `followed` that every tick was the plan's, whatever the sizes, of which `fit` tells; `proved`
     that recipes were tried beside the true values, which takes time and memory that later steps will not take; `fits`
     that the step could have parked what its plan knows nothing of, and had no need to; `unseen` that it departed from
-    its plan where nobody could begin to watch it. `failure` is why a parked value could not come back. `kept_bytes`
-    are of saved values that stayed. `gave_back` says that an allocator gave all its free blocks back to find room;
-    `turned_late` that the step went by another plan when it had saved something already; `lost_count` that its ops
-    had other numbers than the plan's. `leaving_bytes` is what copies out held at the peak: the device may have been
-    that much fuller than foreseen only because the next tier was late. `times` are there where the device may still
-    be at the step: its three times are not known before `timed` has waited for it.
+    its plan where nobody could begin to watch it. `failure` is why a parked value could not come back, or that all of
+    them are more than the budget has. `kept_bytes` are of saved values that stayed. `gave_back` says that an
+    allocator gave all its free blocks back to find room; `turned_late` that the step went by another plan when it had
+    saved something already; `lost_count` that its ops had other numbers than the plan's, and something had to leave
+    for that. `leaving_bytes` is what copies out held at the peak: the device may have been that much fuller than
+    foreseen only because the next tier was late. `times` are there where the device may still be at the step: its
+    three times are not known before `timed` has waited for it.
     """
 
     peak_bytes: int

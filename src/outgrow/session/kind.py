@@ -56,7 +56,8 @@ class StepKind:
         gave_back: of the last steps under this plan, whether the allocator gave free blocks back to find room; so
             often, `rooms`, a plan was asked for that leaves it some, and `room_bytes` is what it leaves.
         fits: the plan was seen to fit: a step that could have parked more than it had no need to.
-        loses_count: in one of its steps ops had other numbers than the plan's, by which is known what it parks.
+        loses_count: in one of its steps ops had other numbers than the plan's, by which is known what it parks, and
+            others had to leave.
         largest_held: what the largest step of other sizes saved that went by the plan, and was seen to fit; in bytes.
         is_foreign: the plan's trace is not this session's, whose storages have other numbers.
         number: which one it is; 0 before the session knows it.
