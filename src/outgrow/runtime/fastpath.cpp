@@ -86,6 +86,7 @@ struct State {
   int64_t open;            // while it holds less than so many bytes, the allocator refuses nothing that fits the budget
   int64_t loose;           // whether ops may be smaller than those that were learned, which goes on and on
   int64_t modes;           // how many dispatch modes there are, ours with them
+  int64_t wraps;           // whether an op was given a tensor whose class runs ops itself
   const void* hooks;       // the saved-tensor hook for which it is known that it keeps no address
   int64_t budget;          // bytes
   int64_t peak;            // the highest live bytes at any op that passed
@@ -334,14 +335,15 @@ bool is_at_formula() {
   return node != nullptr && std::string_view(typeid(*node).name()).substr(0, generated.size()) == generated;
 }
 
-bool is_only_mode(const State* now) {
-  return now != nullptr && now->modes == 1 && c10::impl::TorchDispatchModeTLS::stack_len() == 1 &&
+// Not where classes run ops themselves: a tensor of such a class would lose it where autograd takes it up again.
+bool may_hide(const State* now) {
+  return now != nullptr && now->modes == 1 && !now->wraps && c10::impl::TorchDispatchModeTLS::stack_len() == 1 &&
          (hidden || !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python));
 }
 
 std::unique_ptr<at::ObserverContext> node_begins(const at::RecordFunction&) {
   running.push_back({this_turn(), hidden});
-  hide(is_only_mode(state != nullptr ? state : state_of_gpu.load()) && is_at_formula());
+  hide(may_hide(state != nullptr ? state : state_of_gpu.load()) && is_at_formula());
   return nullptr;
 }
 
@@ -582,13 +584,23 @@ const void* asked_hook() {
   return hooks.empty() ? nullptr : hooks.top().first.ptr(&hooks.top().first.pyinterpreter());
 }
 
+// Whether a tensor is of a class that runs ops itself.
+bool is_wrapper(const c10::IValue& item) {
+  return item.isTensor() && item.toTensor().key_set().has(c10::DispatchKey::Python);
+}
+
 // Whether a call is `detach`, which is no op of a step but where a gradient becomes a leaf's: `is_of_step` in ops.py. Not
 // of a tensor whose class runs ops itself.
 bool is_mere_detach(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   static const auto detach = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
-  if (!(op == detach) || !stack.back().isTensor() || stack.back().toTensor().key_set().has(c10::DispatchKey::Python))
-    return false;
+  if (!(op == detach) || is_wrapper(stack.back())) return false;
   return dynamic_cast<torch::autograd::AccumulateGrad*>(torch::autograd::get_current_node().get()) == nullptr;
+}
+
+bool is_given_wrapper(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  return std::any_of(stack.end() - static_cast<int64_t>(op.schema().arguments().size()), stack.end(), [](const auto& item) {
+    return is_wrapper(item) || (item.isList() && std::any_of(item.toListRef().begin(), item.toListRef().end(), is_wrapper));
+  });
 }
 
 // Whether an op of PyTorch's own does no more than to call others.
@@ -602,7 +614,7 @@ bool comes_apart(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
 
 // Run an op as the mode wants it: it sees this one, or all that it comes apart into, as it would were there no mode.
 void show(const State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  if (is_only_mode(&now) && comes_apart(op, keys)) {
+  if (may_hide(&now) && comes_apart(op, keys)) {
     hide(true);  // until the call of `watch` is over
     keys = keys - kModes;
   }
@@ -616,6 +628,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   const Shown shown(is_seen);
   const c10::DispatchKeySet keys = all & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   State* const now = state != nullptr ? state : state_of_gpu.load();
+  if (now != nullptr && !now->wraps) now->wraps = is_given_wrapper(op, *stack);
   // The modes' key is not there where the mode itself calls an op, nor inside an op.
   if (now == nullptr || !all.has(c10::DispatchKey::Python) || all.has_any(kInsideVmap) ||
       c10::impl::TorchDispatchModeTLS::stack_len() != now->modes) {

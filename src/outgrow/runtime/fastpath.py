@@ -77,6 +77,7 @@ class _State(ctypes.Structure):
         ("open", ctypes.c_int64),
         ("loose", ctypes.c_int64),
         ("modes", ctypes.c_int64),
+        ("wraps", ctypes.c_int64),
         ("hooks", ctypes.c_void_p),
         ("budget", ctypes.c_int64),
         ("peak", ctypes.c_int64),
