@@ -304,19 +304,42 @@ Turn this_turn() {
   return {torch::autograd::get_current_node().get(), torch::autograd::get_current_graph_task_id()};
 }
 
-// While a node's own code runs, the one mode of the step is hidden: PyTorch takes another formula where it finds a mode
-// (`isTensorSubclassLike`), of a product for one, and that gives other bits. Each op of the formula is the mode's as ever.
-thread_local bool hidden = false;
+// While a node's own code runs, the one mode of the step is off the stack: PyTorch takes another formula where it finds a
+// mode (`isTensorSubclassLike`), of a product for one, and that gives other bits. The ops of the formula come here first,
+// and the mode is back for each. Unpack hooks that run in there, and what they run, find no mode either.
+using Modes = c10::impl::TorchDispatchModeTLS;
+using Mode = std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>;
+thread_local Mode hidden;  // the mode; null where it is on the stack
 
-void hide(bool is_hidden) {
-  if (hidden != is_hidden) c10::impl::tls_set_dispatch_key_excluded(c10::DispatchKey::Python, is_hidden);
-  hidden = is_hidden;
+// Takes modes of programs off the stack, the innermost first.
+std::vector<Mode> take_all() {
+  std::vector<Mode> found;
+  while (Modes::any_modes_set(/*skip_infra_modes=*/true)) found.push_back(Modes::pop_stack());
+  return found;
 }
 
-// While this lives a hidden mode is not, if it is `wanted`.
+void put(std::vector<Mode> modes) {
+  for (; !modes.empty(); modes.pop_back()) Modes::push_non_infra_mode_onto_stack(std::move(modes.back()));
+}
+
+// Hides the outermost mode, or puts it back there.
+void hide(bool is_hidden) {
+  if ((hidden != nullptr) == is_hidden) return;
+  std::vector<Mode> modes = take_all();
+  if (!is_hidden) {
+    modes.push_back(std::move(hidden));
+    hidden = nullptr;
+  } else if (!modes.empty()) {
+    hidden = std::move(modes.back());
+    modes.pop_back();
+  }
+  put(std::move(modes));
+}
+
+// Puts a hidden mode back while it lives, if that is `wanted`. What is hidden or put back meanwhile ends with it.
 class Shown {
  public:
-  explicit Shown(bool wanted) : was_hidden_(hidden) {
+  explicit Shown(bool wanted) : was_hidden_(hidden != nullptr) {
     if (wanted) hide(false);
   }
   ~Shown() { hide(was_hidden_); }
@@ -327,6 +350,12 @@ class Shown {
   bool was_hidden_;
 };
 
+// Whether modes are wanted by whoever runs: our own code excludes their keys.
+bool are_modes_wanted() {
+  return !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python) &&
+         !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::PythonTLSSnapshot);
+}
+
 // Whether the node at which the backward pass is has a formula of PyTorch's own; others may run Python.
 bool is_at_formula() {
   const torch::autograd::Node* node = torch::autograd::get_current_node().get();
@@ -335,14 +364,14 @@ bool is_at_formula() {
   return node != nullptr && std::string_view(typeid(*node).name()).substr(0, generated.size()) == generated;
 }
 
-// Not where classes run ops themselves: a tensor of such a class would lose it where autograd takes it up again.
+// Whether the step's mode may hide: it is the only one, and there are no classes that run ops themselves, whose own code
+// may want to run without any mode.
 bool may_hide(const State* now) {
-  return now != nullptr && now->modes == 1 && !now->wraps && c10::impl::TorchDispatchModeTLS::stack_len() == 1 &&
-         (hidden || !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python));
+  return now != nullptr && now->modes == 1 && !now->wraps && Modes::stack_len() + (hidden != nullptr) == 1 && are_modes_wanted();
 }
 
 std::unique_ptr<at::ObserverContext> node_begins(const at::RecordFunction&) {
-  running.push_back({this_turn(), hidden});
+  running.push_back({this_turn(), hidden != nullptr});
   hide(may_hide(state != nullptr ? state : state_of_gpu.load()) && is_at_formula());
   return nullptr;
 }
@@ -603,7 +632,7 @@ bool is_given_wrapper(const c10::OperatorHandle& op, const torch::jit::Stack& st
   });
 }
 
-// Whether an op of PyTorch's own does no more than to call others.
+// Whether a call of an op of PyTorch's own does no more than to call others.
 bool comes_apart(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
   for (const auto key : {c10::DispatchKey::Autograd, c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA})
     if (op.hasKernelForDispatchKey(key)) return false;
@@ -612,20 +641,16 @@ bool comes_apart(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
          op.operator_name().name.rfind("aten::", 0) == 0;
 }
 
-// Run an op as the mode wants it: it sees this one, or all that it comes apart into, as it would were there no mode.
+// Run an op for the mode to see. One that comes apart does so as if there were no mode, which sees its parts.
 void show(const State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  if (may_hide(&now) && comes_apart(op, keys)) {
-    hide(true);  // until the call of `watch` is over
-    keys = keys - kModes;
-  }
+  if (may_hide(&now) && comes_apart(op, keys)) hide(true);  // until the call of `watch` is over
   op.redispatchBoxed(keys, stack);
 }
 
 void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::Stack* stack) {
-  // Where code is not to be seen by any mode, ours for one, the other key of modes is off as well.
-  const bool is_seen = all.has(c10::DispatchKey::PythonTLSSnapshot);
-  if (hidden && is_seen) all = all.add(c10::DispatchKey::Python);
-  const Shown shown(is_seen);
+  const bool is_shown = hidden != nullptr && are_modes_wanted();
+  if (is_shown) all = all | kModes;
+  const Shown shown(is_shown);
   const c10::DispatchKeySet keys = all & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   State* const now = state != nullptr ? state : state_of_gpu.load();
   if (now != nullptr && !now->wraps) now->wraps = is_given_wrapper(op, *stack);
