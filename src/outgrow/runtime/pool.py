@@ -76,6 +76,7 @@ class Pool:
         unknown: who knows more saved values; set once.
         maker: who makes dropped values anew; set once.
         aim_bytes: what the cache keeps live bytes under where it can: the budget, or somewhat less.
+        held_back_bytes: what copies back by plan leave free for what runs already.
         page_faults: what becomes of memory that an allocator refuses.
         fast_path: who is told which storages are parked.
     """
@@ -101,6 +102,7 @@ class Pool:
         self._ledger = ledger
         self._budget = budget_bytes
         self.aim_bytes = budget_bytes
+        self.held_back_bytes = 0
         self._least_moved = least_moved_bytes
         self._places = places
         self._memory = memory
@@ -444,7 +446,7 @@ class Pool:
         if self._find_again(entry):
             return True
         self.land()
-        if self._ledger.live_bytes + entry.nbytes + room_ahead > self._budget:
+        if self._ledger.live_bytes + entry.nbytes + max(room_ahead, self.held_back_bytes) > self._budget:
             return False
         try:
             self._start_in(entry, may_evict=False)

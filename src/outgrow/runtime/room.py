@@ -61,7 +61,7 @@ class Room:
         is counted before each op, not only where it may be short.
         """
         self.where = ""
-        self._held_back = self._certain = 0  # of the budget, for what is to run
+        self._certain = self._pool.held_back_bytes = 0  # of the budget, for what is to run
         self._counts_always = counts_always
         self._pool.aim_bytes = self.budget_bytes - (self._memory.margin_bytes if keeps_margin else 0)
 
@@ -112,18 +112,18 @@ class Room:
         """Inside, what comes back leaves so much free for what is to run: if it can, where not `is_certain`."""
         certain = nbytes if is_certain else 0
         self._pool.aim_bytes -= nbytes
-        self._held_back += nbytes
+        self._pool.held_back_bytes += nbytes
         self._certain += certain
         try:
             yield
         finally:
             self._pool.aim_bytes += nbytes
-            self._held_back -= nbytes
+            self._pool.held_back_bytes -= nbytes
             self._certain -= certain
 
     def fill_up(self) -> None:
         """What came back by the plan may have taken what was held back: make room for that again."""
-        if self._held_back:
+        if self._pool.held_back_bytes:
             self.make(0)
 
     def check(self, live_bytes: int, where: str) -> None:
