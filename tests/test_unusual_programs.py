@@ -696,3 +696,22 @@ def test_a_step_at_whose_end_more_comes_back_than_the_budget_has_says_so(policy:
         states.clear()
         kept.clear()
         assert session.live_bytes < budget
+
+
+@pytest.mark.parametrize("share", [2.0, 0.9])
+def test_saved_tensors_that_the_program_itself_packs_into_a_subclass(share: float) -> None:
+    """What its hook takes out again has the subclass still, below the dispatcher too, while a formula runs."""
+
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> TwoTensor:
+            return TwoTensor(tensor.detach().clone(), tensor.detach().clone())
+
+        h = model[:2](x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda pair: pair.data.a):
+            return model[2:](h).sigmoid().prod(1).mean()
+
+    make = supervised(
+        lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8), nn.Tanh()), forward, shape=(512, 32)
+    )
+    ours, _ = train_in_session(make, 6, budget=int(bounds_of(make)[0] * share))
+    assert ours == train_plain(make, 6)
