@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import outgrow
 from outgrow.errors import BudgetTooSmall
@@ -30,6 +31,7 @@ from steps import (
     ParkAll,
     RandomDecisions,
     Training,
+    bounds_of,
     budget_for,
     digest,
     momentum,
@@ -161,6 +163,35 @@ def test_training_is_plain_compiled_training_to_the_bit(kind: str, policy: str) 
     assert graphs() <= 2 * compiled, "the same graphs again, for the model that was built anew"
     assert all(summary.measured_peak_bytes <= budget for summary in summaries)
     assert summaries[-1].offloaded_bytes + summaries[-1].recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_what_the_program_recomputes_stays_compiled(policy: str) -> None:
+    """It recomputes where a formula takes up what it saved, while the step's mode is hidden."""
+
+    def made() -> Training:
+        torch.manual_seed(0)
+        model = nn.ModuleList(in_place(Block()) for _ in range(BLOCKS))
+        optimizer = momentum(model.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(k))
+            for block in model:
+                x = checkpoint(lambda given, block=block: block(given).sigmoid(), x, use_reentrant=False)
+            loss = x.pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([model], [optimizer], run)
+
+    plain = train_plain(made, 5)
+    compiled = graphs()
+    for share in (4.0, 1.1):
+        ours, _ = train_in_session(made, 5, budget=int(bounds_of(made)[0] * share), policy=policy)
+        assert ours == plain
+    assert graphs() <= 4 * compiled
 
 
 @pytest.mark.parametrize("compile", [in_place, around])

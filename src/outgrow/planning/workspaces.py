@@ -2,8 +2,8 @@
 
 A plan's trace says what each op holds and how long it takes, so a kind of workspace is a trace with other costs.
 Under `Workspace.DYNAMIC` those follow from the plan itself: it is made as if all convolutions held nothing, and as if
-they held all they might want; the simulator then says which workspace is free at each of them (`settled`), and the
-fastest plan counts, that in which all have what they want among them.
+they held all they might want; the simulator then says which workspace is free at each of them (`settled`). Of these
+two, and of the one in which all have what they want, the fastest counts.
 """
 
 from __future__ import annotations

@@ -143,6 +143,10 @@ class CompiledCode:
     # --- forward ---
 
     def _run(self, module: torch.nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._fast.shown():  # a recomputation runs where a formula takes up what it saved
+            return self._run_shown(module, run, *args, **kwargs)
+
+    def _run_shown(self, module: torch.nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         watch = self._watch
         if watch is None:
             return run(*args, **kwargs)

@@ -46,7 +46,7 @@ namespace {
 
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;  // PyTorch has it and makes no use of it
 constexpr int64_t kLargeRise = 256 << 10;  // as in room.py: ops below are not worth a look at the resident set
-constexpr int64_t kLittle = 4 << 10;       // bytes that are worth nobody's attention
+constexpr int64_t kLittle = 4 << 10;       // bytes that are worth nobody's attention, at an op or above a level
 constexpr size_t kLeastBlock = 64 << 10;   // as in arena.cpp: smaller ones are not counted
 // What may be said of an op beside its bytes; as in fastpath.py.
 constexpr int64_t kGated = 1ll << 62, kWrites = 1ll << 61, kDraws = 1ll << 60, kBytes = kDraws - 1;
@@ -748,6 +748,13 @@ void outgrow_fastpath_see_nodes(int is_on) {
     on_nodes = at::INVALID_CALLBACK_HANDLE;
     ended = {};
   }
+}
+
+// Hide the step's mode on this thread, or put it back; whether it was hidden before.
+int outgrow_fastpath_hide(int is_hidden) {
+  const bool was_hidden = hidden != nullptr;
+  hide(is_hidden);
+  return was_hidden;
 }
 
 // Bytes that PyTorch's allocator has given out on a GPU, and that it holds.

@@ -416,6 +416,17 @@ class FastPath:
         return self._count is not None and self._has_memory
 
     @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, the step's mode is on, where native code has hidden it: Python runs inside a formula's node."""
+        if self._library is None or not self._library.outgrow_fastpath_hide(False):
+            yield
+            return
+        try:
+            yield
+        finally:
+            self._library.outgrow_fastpath_hide(True)
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, native code sees no op, and what is made on this thread is counted (`most_bytes`)."""
         enters = self._is_on

@@ -128,6 +128,8 @@ class Hooks:
     def begin_here(self) -> None:
         """A step begins on the calling thread."""
         self._thread = threading.get_ident()
+        if self.changes_threads:
+            self._ticks.thread = self._thread
         self._ledger.work_here()
 
     def come_here(self) -> None:

@@ -113,6 +113,7 @@ struct Stays {
   int64_t counts_all;      // whether an allocator says what it has given out
   int64_t count, counts;   // else addresses of what counts blocks from when they are made, and of what asks it
   int64_t is_parked;       // address of what tells whether a storage's bytes may be away
+  int64_t thread;          // that the training is on, if it may change; else -1
   Node here;
   Anchors anchors;
 };
@@ -476,6 +477,8 @@ bool has_arrived(PyObject* entry) {
 // say, or with its error set.
 c10::StorageImpl* storage_in_use(Stays& self, PyObject* entry) {
   static const Attribute recipe("recipe"), move_to_end("move_to_end");
+  // Where the training has changed threads Python has to know, before anything is let go of there.
+  if (self.thread != -1 && self.thread != static_cast<int64_t>(PyThread_get_thread_ident())) return nullptr;
   if (!has_arrived(entry) || !recipe.is_none(entry)) return nullptr;
   c10::StorageImpl* const storage = storage_of(entry);
   if (storage == nullptr || is_parked(self, storage)) return nullptr;
@@ -639,8 +642,7 @@ PyObject* Stays_expect(PyObject* hooks, PyObject* args) {
 template <typename Act>
 void for_each_callable(Stays& self, Act act) {
   for (PyObject** const item :
-       {&self.pack, &self.unpack, &self.see, &self.is_compiling, &self.strays, &self.look, &self.recent,
-                                &self.packs})
+       {&self.pack, &self.unpack, &self.see, &self.is_compiling, &self.strays, &self.look, &self.recent, &self.packs})
     act(*item);
 }
 
@@ -654,6 +656,7 @@ PyObject* Stays_new(PyTypeObject* type, PyObject*, PyObject*) {
   if (made == nullptr) return nullptr;
   new (&reinterpret_cast<Stays*>(made)->here) Node;
   new (&reinterpret_cast<Stays*>(made)->anchors) Anchors;
+  reinterpret_cast<Stays*>(made)->thread = -1;
   Stays_clear(made);
   return made;
 }
@@ -695,6 +698,7 @@ PyMemberDef stays_members[] = {{"pack_in_python", T_OBJECT_EX, offsetof(Stays, p
                                {"counts_all", T_LONGLONG, offsetof(Stays, counts_all), 0, nullptr},
                                {"count", T_LONGLONG, offsetof(Stays, count), 0, nullptr},
                                {"counts", T_LONGLONG, offsetof(Stays, counts), 0, nullptr},
+                               {"thread", T_LONGLONG, offsetof(Stays, thread), 0, nullptr},
                                {"is_parked", T_LONGLONG, offsetof(Stays, is_parked), 0, nullptr},
                                {nullptr, 0, 0, 0, nullptr}};
 PyMethodDef stays_methods[] = {{"pack", Stays_pack, METH_O, nullptr},

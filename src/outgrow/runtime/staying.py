@@ -65,10 +65,12 @@ class Ticks:
     Attributes:
         waits: whether something waits for the next tick, whatever it is.
         kept_bytes: bytes of the values that stayed without anybody here knowing of them.
+        thread: the one that the training is on, if that may change; else -1.
     """
 
     def __init__(self) -> None:
         self.number = self.tick = self.waits = self.kept_bytes = 0
+        self.thread = -1
 
 
 class Staying:
