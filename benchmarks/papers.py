@@ -35,7 +35,7 @@ free at that moment. `outgrow paper NAME --workspace KIND` works all rows out so
 
 "measured" is what `auto` measures with the budget as the wall where there is a CUDA device, which is not the paper's:
 time against plain PyTorch there, the peak of live bytes, or the batch that the simulator answered with, if it trains.
-"—": not measured. No CUDA device has been at hand so far.
+"—": not measured. So far no such row was run on one.
 """
 
 

@@ -185,8 +185,7 @@ class Course:
         self.lost_count = True
         if not self._demand.on:
             _LOG.info("fallback: ops have other numbers than in the trace; values are parked on demand from here on")
-            self._needs_more()
-            self._fast.see_all()
+        self.watch()
 
     def _turns(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> bool:
         """Whether the step, which is not the one of the trace, begins like one of another kind: it goes by that plan.
