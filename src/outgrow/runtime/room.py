@@ -109,16 +109,20 @@ class Room:
 
     @contextmanager
     def holding_back(self, nbytes: int, *, is_certain: bool) -> Iterator[None]:
-        """Inside, what comes back leaves so much free for what is to run: if it can, where not `is_certain`."""
-        certain = nbytes if is_certain else 0
+        """Inside, what comes back leaves so much free for what is to run.
+
+        Where that is not certain, what is wanted now does so if it can, and nothing comes back ahead of time: what
+        runs may take more, and is measured.
+        """
+        certain, kept = (nbytes, nbytes) if is_certain else (0, self.budget_bytes)
         self._pool.aim_bytes -= nbytes
-        self._pool.held_back_bytes += nbytes
+        self._pool.held_back_bytes += kept
         self._certain += certain
         try:
             yield
         finally:
             self._pool.aim_bytes += nbytes
-            self._pool.held_back_bytes -= nbytes
+            self._pool.held_back_bytes -= kept
             self._certain -= certain
 
     def fill_up(self) -> None:
