@@ -341,6 +341,25 @@ def test_sizes_that_nobody_recorded_are_planned_for(
     assert len(kinds) >= 2
 
 
+def test_sizes_that_go_by_the_plan_of_the_very_first_step_get_one_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though its optimizer made its state in that one, as it did in no other."""
+    foreseen = []
+    foresee = Recorded.foresee
+
+    def foresaw(self: Recorded, followed: StepKind, *asked: Any) -> StepKind | None:
+        foreseen.append((followed.saved_bytes, foresee(self, followed, *asked)))
+        return foreseen[-1][1]
+
+    monkeypatch.setattr(Recorded, "foresee", foresaw)
+    monkeypatch.setattr(Kinds, "fared", lambda kinds, kind, packs, lost: lost > 0 and not kind.is_good_for(packs))
+    sizes = [48, 64, 62, *ragged(20, 32, 12)]
+    assert_equal_and_inside(sequences(sizes), len(sizes), budget_for(sequences([64]), 0.7), "vdnn-all")
+    first = traced(sequences([48])).saved_bytes
+    assert any(kind is not None for followed, kind in foreseen if followed == first)
+
+
 def test_a_size_that_no_plan_holds_gets_one_though_it_comes_late_and_seldom(outcomes: list[StepOutcome]) -> None:
     """And though many are known by then."""
     dice, usual = Random(4), (30, 34, 38, 42, 46, 50)
@@ -481,6 +500,20 @@ def test_where_there_are_too_many_kinds_those_that_were_recorded_stay(traces: di
     last = foreseen(traces[16])
     kinds.foresaw(last)
     assert kinds._all[0] is last
+
+
+def test_a_step_is_like_those_that_ran_as_many_ops(traces: dict[int, Trace]) -> None:
+    """The first step's plan may serve others, but its optimizer made its state."""
+
+    longer = replace(traces[32], ops=(*traces[32].ops, *traces[32].ops[-2:]))
+    small, middle = traced(sequences([12])), traces[24]
+    kinds = kinds_of([longer, small, middle], are_ragged=True)
+    first = kinds.of(traces[32].packs)
+    assert first is not None
+    ops = len(middle.ops)
+    assert kinds.recorded_like(first, traces[16].packs, ops) == [kinds.of(small.packs), kinds.of(middle.packs)]
+    assert kinds.recorded_like(first, traces[16].packs, ops + 1) == [first], "as nobody ran so many"
+    assert kinds.recorded_like(first, traces[16].packs) == [first], "as nobody counted"
 
 
 @pytest.mark.parametrize("more", [1.05, 1.12, 2.0])

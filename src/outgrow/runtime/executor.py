@@ -294,6 +294,7 @@ class Executor:
             self._reset(None)
             raise
         unsaid = self._calls.unsaid_refusals() if self._memory.is_counted else 0
+        ops = self._fast.number if current.is_watched else 0
         if self._follower.done and self._follower.fit is Fit.EXACT and not (self._pool.page_faults.count or unsaid):
             self._last = self._follower.plan
         self._close_stack()
@@ -319,6 +320,7 @@ class Executor:
             unseen=self._course.unseen,
             fits=self._demand.on and not (self._demand.nbytes or self._pool.page_faults.count or proved),
             packs=tuple(self._hooks.packs),
+            ops=ops,
             leaving_bytes=current.leaving_at_peak,
             gave_back=self._memory.gave_back,
             turned_late=self._course.turned_late,

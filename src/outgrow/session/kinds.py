@@ -202,22 +202,25 @@ class Kinds:
         """A kind whose steps save just so much."""
         return next((kind for kind in self._such() if kind.is_of(packs)), None)
 
-    def recorded_like(self, followed: StepKind, packs: Sequence[int]) -> list[StepKind]:
+    def recorded_like(self, followed: StepKind, packs: Sequence[int], ops: int = 0) -> list[StepKind]:
         """Recorded kinds that a step which went by a plan differs from in its sizes alone, as far as it shows.
 
-        The nearest to it first, and then what is farthest from that.
+        The nearest to it first, and then what is farthest from that. It ran so many `ops`, if they were counted:
+        where that is not what its plan's step ran (an optimizer made its state in that one), it is like others.
         """
         if self._foreseen_wrongly >= _MOST_FORESEEN_WRONGLY:
             return []
-        names = followed.plan.problem.trace.op_names
-        such = (kind for kind in self._such() if not (kind.is_foreseen or kind.is_foreign))
-        like = [
+        such = [
             kind
-            for kind in such
-            if len(kind.packs) == len(packs)
-            and kind.plan.problem.trace.op_names == names
+            for kind in self._such()
+            if not (kind.is_foreseen or kind.is_foreign)
+            and len(kind.packs) == len(packs)
             and kind.plan.problem.trace.fit_of(packs)
         ]
+        names = _ops_of(followed)
+        if ops and len(names) != ops:
+            names = next((_ops_of(kind) for kind in such if len(_ops_of(kind)) == ops), names)
+        like = [kind for kind in such if _ops_of(kind) == names]
         if not like:
             return []
         near = min(like, key=lambda kind: abs(kind.saved_bytes - sum(packs)))
@@ -339,3 +342,8 @@ class Kinds:
     def _such(self) -> list[StepKind]:
         """The kinds whose steps exchange gradients as this one does."""
         return [kind for kind in self._all if kind.syncs == self.syncs]
+
+
+def _ops_of(kind: StepKind) -> tuple[str, ...]:
+    """The names of the ops of its plan's step."""
+    return kind.plan.problem.trace.op_names

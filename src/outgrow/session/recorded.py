@@ -135,13 +135,14 @@ class Recorded:
         self._kinds.learnt(known)
         return known
 
-    def foresee(self, followed: StepKind, packs: tuple[int, ...], planned_budget: int) -> StepKind | None:
+    def foresee(self, followed: StepKind, outcome: StepOutcome, planned_budget: int) -> StepKind | None:
         """A kind that nobody recorded, with a plan: of a step that went by another's, with tensors of other sizes.
 
         Two that were recorded show how its ops grow. None where they do not, or where no plan is known to hold it.
         """
         start = time.perf_counter()
-        like = self._kinds.recorded_like(followed, packs)
+        packs = outcome.packs
+        like = self._kinds.recorded_like(followed, packs, outcome.ops)
         if not like:
             return None
         near, known = like[0], like[0].plan.problem

@@ -458,7 +458,7 @@ class Session:
             came = self._kinds.departed(outcome.packs)
         elif wants_plan:
             assert expected is not None
-            came = self._plan_for(expected, outcome.packs) or came
+            came = self._plan_for(expected, outcome) or came
         self._kinds.seen(came, expected, outcome.packs)
         # What was recorded is planned for by now.
         may_adapt = (recorder is None or is_known_well) and not self._kinds.has_turned
@@ -496,22 +496,22 @@ class Session:
             if adapt and outcome.fit is Fit.SMALLER and self._kinds.of(outcome.packs) is None:
                 lost = lost_to_moves(outcome, kind.plan, hardware)
                 if self._kinds.fared(kind, outcome.packs, lost / self._plan_cost_seconds):
-                    self._plan_for(kind, outcome.packs)
+                    self._plan_for(kind, outcome)
             if adapt:
                 with self._interrupts.let_in():
                     self._replans += self._planner.refine(kind, outcome, hardware, self._planned_budget)
 
     # --- learning ---
 
-    def _plan_for(self, followed: StepKind, packs: tuple[int, ...]) -> StepKind | None:
-        """Steps that went by another's plan, and save so much, are worth one: make it, or else record the next."""
-        kind, start = self._kinds.of(packs), time.perf_counter()
+    def _plan_for(self, followed: StepKind, outcome: StepOutcome) -> StepKind | None:
+        """Steps like one that went by another's plan are worth their own: make it, or else record the next."""
+        kind, start = self._kinds.of(outcome.packs), time.perf_counter()
         if kind is not None:
             return kind
         with self._where_memory_allows():
-            kind = self._recorded.foresee(followed, packs, self._planned_budget)
+            kind = self._recorded.foresee(followed, outcome, self._planned_budget)
         if kind is None:
-            self._kinds.record_for_want_of_plan(packs)
+            self._kinds.record_for_want_of_plan(outcome.packs)
             self._plan_cost_seconds = self._recording_seconds
         else:
             self._plan_cost_seconds = time.perf_counter() - start
