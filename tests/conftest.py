@@ -43,6 +43,10 @@ ASK_HOW_GOOD_PLANS_ARE = ("test_auto", "test_learning", "test_policies")
 
 hypothesis.settings.register_profile("fuzz", max_examples=500)
 
+# What libraries made when they were loaded is not looked through by each collection: refusals wait for one.
+gc.collect()
+gc.freeze()
+
 
 class RunChild(Protocol):
     """Runs a function of a test module in a process of its own and returns what it returned, by way of JSON."""

@@ -113,3 +113,16 @@ def test_parameters_come_once_with_their_gradients_and_what_optimizers_keep() ->
     momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
     wanted = [model.weight, model.weight.grad, model.bias, model.bias.grad, stranger, stranger.grad, *momentum]
     assert list(map(id, wanted)) == [id(tensor) for tensor, _ in found]
+
+
+def test_what_an_optimizer_keeps_of_all_parameters_is_its_state() -> None:
+    """By a name of its own, as some keep the number of steps."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state["steps"] = steps = torch.zeros(1)
+    optimizer.state["rate"] = 0.5
+    found = list(training_state([], [optimizer]))
+    assert [(id(tensor), kind) for tensor, kind in found] == [
+        (id(parameter), Kind.PARAMETER),
+        (id(steps), Kind.OPTIMIZER),
+    ]

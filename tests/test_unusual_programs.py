@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -513,6 +514,46 @@ def test_passes_so_deep_in_each_other_that_they_go_on_on_another_thread(share: f
     assert all(summary.measured_peak_bytes <= budget for summary in summaries)
 
 
+# --- what nobody holds any more ---
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_what_the_program_left_in_cycles_goes_before_anything_is_refused(at_the_end: bool) -> None:
+    """Python's collector comes when it likes, and what it would take counts until then."""
+
+    class Node:
+        def __init__(self, nbytes: int) -> None:
+            self.itself, self.memory = self, torch.ones(nbytes // 4)
+
+    def littering() -> Training:
+        training = supervised(
+            lambda: nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)),
+            lambda model, x, k: model(x).pow(2).mean(),
+            momentum,
+            shape=(1024, 64),
+        )()
+
+        def run(k: int) -> torch.Tensor:
+            if not at_the_end:
+                Node(1 << 20)
+            loss = training.run(k)
+            if at_the_end:
+                Node(1 << 20)
+            return loss
+
+        return Training(training.models, training.optimizers, run)
+
+    gc.collect()
+    gc.disable()
+    try:
+        budget = bounds_of(littering)[0] + (1 << 20)
+        ours, summaries = train_in_session(littering, 8, budget=budget)
+    finally:
+        gc.enable()
+    assert ours == train_plain(littering, 8)
+    assert all(each.measured_peak_bytes <= budget for each in summaries)
+
+
 # --- what is kept until the next step has it, too ---
 
 
@@ -570,14 +611,20 @@ def slope_of_a_cumulated_product(h: torch.Tensor, fill: torch.Tensor) -> torch.T
     return slope
 
 
+def turned(h: torch.Tensor, fill: torch.Tensor) -> torch.Tensor:
+    """All small matrices by one that is not trained, as in images that are warped at random."""
+    turn = torch.linspace(0.1, 0.9, 9).sin().view(1, 3, 3)
+    return (h[:, :63].reshape(-1, 3, 3) * fill) @ turn
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("policy", ["auto", "lru", "checkpoint"])
 @pytest.mark.parametrize(
     "compute",
-    [chance_of_none, filled, filled_in_place_in_part, slope_of_a_cumulated_product],
+    [chance_of_none, filled, filled_in_place_in_part, slope_of_a_cumulated_product, turned],
     ids=lambda f: f.__name__,
 )
-def test_formulas_of_gradients_are_those_that_plain_pytorch_takes(
+def test_formulas_are_those_that_plain_pytorch_takes(
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], policy: str
 ) -> None:
     """Where a dispatch mode is on PyTorch takes others for these, with other bits."""

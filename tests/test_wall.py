@@ -7,6 +7,7 @@ import re
 import resource
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.reserve import Reserve
 from outgrow.session.learning import Planner
 from outgrow.tracing.ops import facts_of
+from outgrow.tracing.probe import probing
 from steps import digest
 
 STEPS = 4
@@ -523,6 +525,38 @@ def test_what_took_more_than_was_guessed_is_guessed_higher_at_other_sizes() -> N
     assert need(100)[1] == 3 * guess  # it was seen
     func = torch.ops.aten.add.Tensor  # others are guessed as before
     assert needs.before(func, facts_of(func), (torch.ones(64, 64), torch.ones(64, 64)), {})[1].likely_bytes < guess
+
+
+CHANNELS_LAST = torch.randn(8, 16, 32, 32).contiguous(memory_format=torch.channels_last)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, x), -1)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize(
+    ("x", "lay_out", "has_scratch"),
+    [
+        (torch.randn(8, 16, 32, 32), torch.Tensor.contiguous, True),
+        (torch.randn(8, 16, 4, 16, 16), torch.Tensor.contiguous, True),
+        (torch.randn(4096, 64), torch.Tensor.contiguous, True),
+        (torch.randn(8, 16, 32, 32).bfloat16(), torch.Tensor.contiguous, True),
+        (CHANNELS_LAST, torch.Tensor.clone, True),
+        (CHANNELS_LAST, torch.Tensor.contiguous, False),
+        (torch.randn(8, 16, 32, 32), strided, False),
+    ],
+)
+def test_what_batch_norm_takes_beside_its_gradients_is_known_beforehand(
+    x: torch.Tensor, lay_out: Callable[[torch.Tensor], torch.Tensor], has_scratch: bool
+) -> None:
+    func, ones = torch.ops.aten.native_batch_norm_backward.default, torch.ones(x.shape[1])
+    args = (lay_out(x), x, ones, ones, ones, ones, ones, True, 1e-5, [True] * 3)
+    need = OpNeeds().before(func, facts_of(func), args, {})[1]
+    assert need.certain_bytes == (1 + has_scratch) * x.nbytes + 2 * ones.nbytes
+    found: list[int | None] = []
+    with probing("cpu", found):
+        func(*args)
+    assert found[0] == pytest.approx(need.certain_bytes, abs=x.nbytes // 16)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("std::bad_alloc")], ids=repr)

@@ -24,10 +24,10 @@ from outgrow.tracing.ops import OpFacts, nbytes_of, outputs_of, parts_of, tensor
 class Need:
     """Bytes that an op adds at its worst moment.
 
-    `certain_bytes` are its outputs at least; `likely_bytes` has the workspace too, measured or guessed. Where output
-    sizes depend on data, `likely_bytes` is the most so far and never counts as measured, although such an op was
-    `seen` to run. `is_open` is what takes a workspace only of what is free, another one each time. `made` are the
-    blocks of its results, as far as they are known before it runs.
+    `certain_bytes` are its outputs at least, and what is known to lie beside them; `likely_bytes` has the workspace
+    too, measured or guessed. Where output sizes depend on data, `likely_bytes` is the most so far and never counts as
+    measured, although such an op was `seen` to run. `is_open` is what takes a workspace only of what is free, another
+    one each time. `made` are the blocks of its results, as far as they are known before it runs.
     """
 
     certain_bytes: int
@@ -228,7 +228,24 @@ def _guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, 
         workspace += torch.int64.itemsize * max(tensor.numel() for tensor in tensors)
     if extra:  # a library that is refused nothing: what it takes beyond this passes the budget
         workspace = 2 * max(workspace, _transforms_bytes(func, args)) + extra
-    return Need(made, made + workspace, measured=False, made=results)
+    return Need(made + _scratch_bytes(func, args), made + workspace, measured=False, made=results)
+
+
+def _scratch_bytes(func: Any, args: Sequence[Any]) -> int:
+    """What batch norm's backward pass takes on a CPU beside its results (seen in PyTorch 2.11 and 2.13).
+
+    As much as the input, where both that and the gradient that it is given are contiguous, or both are channels last.
+    """
+    if func is not torch.ops.aten.native_batch_norm_backward.default:
+        return 0
+    gradient, x, mask = args[0], args[1], args[-1]
+    if x.device.type != "cpu" or not mask[0]:
+        return 0
+    formats = [torch.contiguous_format]
+    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.dim(), [])
+    both = (gradient, x)
+    is_laid_out = any(all(tensor.is_contiguous(memory_format=each) for tensor in both) for each in formats)
+    return nbytes_of(x) if is_laid_out else 0
 
 
 def _transforms_bytes(func: Any, args: Sequence[Any]) -> int:

@@ -168,6 +168,11 @@ class Demand:
             self._function = function
             self._inside.clear()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing leaves now, and who finds no room will try again."""
+        return self._is_paused
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing leaves meanwhile: somebody of ours reads storages whole, past the dispatcher."""

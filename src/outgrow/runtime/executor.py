@@ -8,6 +8,7 @@ away: a plan is advice.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -334,6 +335,8 @@ class Executor:
     def _overrun_from(self, before_bytes: int) -> BudgetTooSmall | None:
         """The error if what came back as the step ended has lifted live bytes above the budget."""
         if before_bytes <= self._room.budget_bytes:
+            if self._ledger.live_bytes > self._room.budget_bytes:
+                gc.collect()
             try:
                 self._room.check(self._ledger.live_bytes, _AT_END)
             except BudgetTooSmall as error:
@@ -417,7 +420,7 @@ class Executor:
 
         Nothing is parked on demand meanwhile: where the recipe finds no room, that is made before it is tried again.
         """
-        for _ in range(_TRIES_OF_A_RECIPE if self._demand.on else 0):
+        for _ in range(_TRIES_OF_A_RECIPE):
             try:
                 with self._demand.paused():
                     return self._recomputer.rebuild(entry)
@@ -427,6 +430,7 @@ class Executor:
             self._demand.make_room(least_bytes - before)
             if self._ledger.live_bytes >= before:
                 break
+        gc.collect()
         with self._demand.paused():
             return self._recomputer.rebuild(entry)
 

@@ -632,12 +632,15 @@ bool is_given_wrapper(const c10::OperatorHandle& op, const torch::jit::Stack& st
   });
 }
 
-// Whether a call of an op of PyTorch's own does no more than to call others.
+// Whether a call of an op of PyTorch's own does no more than to call others: such a kernel is taken where there is none
+// of the device, whatever autograd has for other devices.
 bool comes_apart(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
-  for (const auto key : {c10::DispatchKey::Autograd, c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA})
+  using Key = c10::DispatchKey;
+  const bool on_gpu = keys.has(Key::AutogradCUDA);
+  for (const Key key : {on_gpu ? Key::AutogradCUDA : Key::AutogradCPU, on_gpu ? Key::CUDA : Key::CPU,
+                        Key::CompositeExplicitAutograd, Key::CompositeExplicitAutogradNonFunctional})
     if (op.hasKernelForDispatchKey(key)) return false;
-  return keys.has_any(c10::autograd_dispatch_keyset) &&
-         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+  return keys.has_any(c10::autograd_dispatch_keyset) && op.hasKernelForDispatchKey(Key::CompositeImplicitAutograd) &&
          op.operator_name().name.rfind("aten::", 0) == 0;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -103,6 +104,8 @@ class Room:
             parking.send_back(likely_bytes)
         if demand.on:
             demand.make_room(likely_bytes)
+        if self._ledger.live_bytes + certain_bytes > budget and not demand.is_paused:
+            gc.collect()  # what the program left in cycles of references counts for as long as they last
         if self._ledger.live_bytes + certain_bytes > budget:
             where = self.where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
             raise self._too_small(self._ledger.live_bytes + certain_bytes + self._certain, where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -120,8 +120,8 @@ def training_state(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from _with_gradients(group["params"], passed)
-        for state in optimizer.state.values():
-            for item in state.values():
+        for state in optimizer.state.values():  # a parameter's, by name, or something of all of them
+            for item in state.values() if isinstance(state, Mapping) else (state,):
                 if isinstance(item, torch.Tensor):
                     yield item, Kind.OPTIMIZER
 
