@@ -43,10 +43,6 @@ ASK_HOW_GOOD_PLANS_ARE = ("test_auto", "test_learning", "test_policies")
 
 hypothesis.settings.register_profile("fuzz", max_examples=500)
 
-# What libraries made when they were loaded is not looked through by each collection: refusals wait for one.
-gc.collect()
-gc.freeze()
-
 
 class RunChild(Protocol):
     """Runs a function of a test module in a process of its own and returns what it returned, by way of JSON."""
@@ -210,6 +206,15 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """The local search of plans ends sooner."""
     if request.module.__name__ not in ASK_HOW_GOOD_PLANS_ARE:
         monkeypatch.setattr(auto, "_CHANGES", CHANGES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_to_look_through() -> Iterator[None]:
+    """Collections, of which each refusal waits for one, do not look at what libraries made when they were loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

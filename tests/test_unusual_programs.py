@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -517,6 +516,7 @@ def test_passes_so_deep_in_each_other_that_they_go_on_on_another_thread(share: f
 # --- what nobody holds any more ---
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_what_the_program_left_in_cycles_goes_before_anything_is_refused(at_the_end: bool) -> None:
     """Python's collector comes when it likes, and what it would take counts until then."""
@@ -543,13 +543,8 @@ def test_what_the_program_left_in_cycles_goes_before_anything_is_refused(at_the_
 
         return Training(training.models, training.optimizers, run)
 
-    gc.collect()
-    gc.disable()
-    try:
-        budget = bounds_of(littering)[0] + (1 << 20)
-        ours, summaries = train_in_session(littering, 8, budget=budget)
-    finally:
-        gc.enable()
+    budget = bounds_of(littering)[0] + (1 << 20)
+    ours, summaries = train_in_session(littering, 8, budget=budget)
     assert ours == train_plain(littering, 8)
     assert all(each.measured_peak_bytes <= budget for each in summaries)
 
