@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from outgrow.cost.workspaces import most_bytes
 from outgrow.runtime.tiers.memory import Request
@@ -241,11 +242,10 @@ def _scratch_bytes(func: Any, args: Sequence[Any]) -> int:
     gradient, x, mask = args[0], args[1], args[-1]
     if x.device.type != "cpu" or not mask[0]:
         return 0
-    formats = [torch.contiguous_format]
-    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.dim(), [])
-    both = (gradient, x)
-    is_laid_out = any(all(tensor.is_contiguous(memory_format=each) for tensor in both) for each in formats)
-    return nbytes_of(x) if is_laid_out else 0
+    form = suggest_memory_format(x)
+    is_alike = suggest_memory_format(gradient) is form
+    is_laid_out = all(tensor.is_contiguous(memory_format=form) for tensor in (gradient, x))
+    return nbytes_of(x) if is_alike and is_laid_out else 0
 
 
 def _transforms_bytes(func: Any, args: Sequence[Any]) -> int:

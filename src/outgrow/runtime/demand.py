@@ -170,7 +170,7 @@ class Demand:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing leaves now, and who finds no room will try again."""
+        """Whether somebody of ours reads storages whole, and nothing leaves."""
         return self._is_paused
 
     @contextmanager

@@ -8,7 +8,6 @@ away: a plan is advice.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -265,6 +264,8 @@ class Executor:
         if self._follower.on and not self._follower.done:
             _LOG.info("fallback: the step ended early, %s", self._follower.where_next())
         try:
+            if self._ledger.live_bytes + self._parking.away_bytes > self._room.budget_bytes:
+                self._room.collect()
             before = self._ledger.live_bytes
             with torch._C.DisableTorchFunction():
                 self._parking.end()
@@ -326,6 +327,7 @@ class Executor:
             gave_back=self._memory.gave_back,
             turned_late=self._course.turned_late,
             lost_count=self._course.lost_count and self._demand.nbytes > 0,
+            had_garbage=self._room.had_garbage,
             failure=failure,
             times=times,
         )
@@ -335,8 +337,6 @@ class Executor:
     def _overrun_from(self, before_bytes: int) -> BudgetTooSmall | None:
         """The error if what came back as the step ended has lifted live bytes above the budget."""
         if before_bytes <= self._room.budget_bytes:
-            if self._ledger.live_bytes > self._room.budget_bytes:
-                gc.collect()
             try:
                 self._room.check(self._ledger.live_bytes, _AT_END)
             except BudgetTooSmall as error:
@@ -420,7 +420,7 @@ class Executor:
 
         Nothing is parked on demand meanwhile: where the recipe finds no room, that is made before it is tried again.
         """
-        for _ in range(_TRIES_OF_A_RECIPE):
+        for _ in range(_TRIES_OF_A_RECIPE if self._demand.on else 0):
             try:
                 with self._demand.paused():
                     return self._recomputer.rebuild(entry)
@@ -430,7 +430,6 @@ class Executor:
             self._demand.make_room(least_bytes - before)
             if self._ledger.live_bytes >= before:
                 break
-        gc.collect()
         with self._demand.paused():
             return self._recomputer.rebuild(entry)
 

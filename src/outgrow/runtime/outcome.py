@@ -21,9 +21,10 @@ class StepOutcome:
     them are more than the budget has. `kept_bytes` are of saved values that stayed. `gave_back` says that an
     allocator gave all its free blocks back to find room; `turned_late` that the step went by another plan when it had
     saved something already; `lost_count` that its ops had other numbers than the plan's, and something had to leave
-    for that. `ops` is how many it ran, 0 if nobody counted. `leaving_bytes` is what copies out held at the peak: the
-    device may have been that much fuller than foreseen only because the next tier was late. `times` are there where
-    the device may still be at the step: its three times are not known before `timed` has waited for it.
+    for that; `had_garbage` that a collection of garbage made room. `ops` is how many it ran, 0 if nobody counted.
+    `leaving_bytes` is what copies out held at the peak: the device may have been that much fuller than foreseen only
+    because the next tier was late. `times` are there where the device may still be at the step: its three times are
+    not known before `timed` has waited for it.
     """
 
     peak_bytes: int
@@ -48,6 +49,7 @@ class StepOutcome:
     gave_back: bool = False
     turned_late: bool = False
     lost_count: bool = False
+    had_garbage: bool = False
     failure: Exception | None = None
     times: StepTimes | None = None
     fit: Fit = Fit.EXACT

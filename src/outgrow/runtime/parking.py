@@ -648,6 +648,11 @@ class Parking:
         if impatience is not None:
             raise impatience
 
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of what is away, and comes back."""
+        return sum(parked.nbytes for parked in self._parked.values() if self._is_away(parked))
+
     def _come_back(self, parked: _Parked) -> None:
         if parked.record.serial not in self._parked:
             return

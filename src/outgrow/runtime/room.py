@@ -28,6 +28,7 @@ class Room:
     Attributes:
         budget_bytes: what live bytes never pass.
         where: the op that runs, for errors; "" where autograd unpacks.
+        had_garbage: what the program had left in cycles of references went for it in this step.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Room:
         is counted before each op, not only where it may be short.
         """
         self.where = ""
+        self.had_garbage = False
         self._certain = self._pool.held_back_bytes = 0  # of the budget, for what is to run
         self._counts_always = counts_always
         self._pool.aim_bytes = self.budget_bytes - (self._memory.margin_bytes if keeps_margin else 0)
@@ -105,7 +107,8 @@ class Room:
         if demand.on:
             demand.make_room(likely_bytes)
         if self._ledger.live_bytes + certain_bytes > budget and not demand.is_paused:
-            gc.collect()  # what the program left in cycles of references counts for as long as they last
+            self.collect()
+            self._pool.make_room(likely_bytes)  # what garbage held as well may leave by now
         if self._ledger.live_bytes + certain_bytes > budget:
             where = self.where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
             raise self._too_small(self._ledger.live_bytes + certain_bytes + self._certain, where)
@@ -127,6 +130,16 @@ class Room:
             self._pool.aim_bytes += nbytes
             self._pool.held_back_bytes -= kept
             self._certain -= certain
+
+    def collect(self) -> None:
+        """Have what the program left in cycles of references go: it counts until Python's collector comes.
+
+        Not while a value is made anew, which may be such.
+        """
+        before = self._ledger.live_bytes
+        gc.collect()
+        self._ledger.book_deaths_elsewhere()
+        self.had_garbage = self.had_garbage or self._ledger.live_bytes < before
 
     def fill_up(self) -> None:
         """What came back by the plan may have taken what was held back: make room for that again."""

@@ -429,7 +429,7 @@ class Session:
         plan = begun if outcome.followed else None
         self._kinds.count()
         is_over = outcome.followed and outcome.knows_peak and outcome.peak_bytes > self.budget_bytes
-        self._wary = self._wary or outcome.unseen or is_over
+        self._wary = self._wary or outcome.unseen or outcome.had_garbage or is_over
         went_by_it = outcome.fit is Fit.EXACT and not outcome.turned_late
         if expected is not None and plan is not None and recorder is None and went_by_it:
             # What was proved will be dropped from now on, and wants room when it is made anew.

@@ -113,7 +113,7 @@ class Ledger:
 
         From here on live bytes go up and down from that.
         """
-        self._book_deaths_elsewhere()
+        self.book_deaths_elsewhere()
         self.unseen_bytes += allocated_bytes - self.booked.value
         self.booked.value = allocated_bytes
 
@@ -149,7 +149,7 @@ class Ledger:
     def work_here(self) -> None:
         """From now on the calling thread is the training's."""
         self._thread = threading.get_ident()
-        self._book_deaths_elsewhere()
+        self.book_deaths_elsewhere()
 
     def see(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record of a tensor's storage, made if it is new; None for what has no storage on the device."""
@@ -183,7 +183,7 @@ class Ledger:
         if record is not None and record.ref is not None and record.ref() is None:  # who told of it was interrupted
             self._died(record.ref)
         if record is None or record.ref is None:
-            self._book_deaths_elsewhere()
+            self.book_deaths_elsewhere()
             self._serial += 1
             record = StorageRecord(self._serial, address, storage.nbytes())
             record.ref = _StorageRef(storage, self._died)
@@ -228,7 +228,8 @@ class Ledger:
         if record.booked > 0 and self.on_book is not None:
             self.on_book(record, False)
 
-    def _book_deaths_elsewhere(self) -> None:
+    def book_deaths_elsewhere(self) -> None:
+        """Count no more what ended on other threads, where collectors run as well."""
         while self._gone_elsewhere:
             self._book_death(self._gone_elsewhere.popleft())
 
