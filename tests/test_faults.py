@@ -268,7 +268,9 @@ def replaced_by(path: str, flags: int, folder: Path) -> Iterator[None]:
 
 
 def wait_for_copies(session: outgrow.Session) -> None:
-    while not all(copy.done for copy, _, _ in session._pool._leaving._copies):
+    """Out, and back for graphs that are gone by now."""
+    pool = session._pool
+    while not all(copy.done for copy, *_ in (*pool._leaving._copies, *pool._abandoned)):
         time.sleep(0.01)
 
 
