@@ -517,9 +517,12 @@ def test_passes_so_deep_in_each_other_that_they_go_on_on_another_thread(share: f
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("at_the_end", [False, True])
-def test_what_the_program_left_in_cycles_goes_before_anything_is_refused(at_the_end: bool) -> None:
-    """Python's collector comes when it likes, and what it would take counts until then."""
+@pytest.mark.parametrize(("at_the_end", "pieces"), [(False, 1), (True, 1), (False, 8)])
+def test_what_the_program_left_in_cycles_goes_before_anything_is_refused(at_the_end: bool, pieces: int) -> None:
+    """Python's collector comes when it likes, and what it would take counts until then.
+
+    Many pieces are parked on demand, one after the other, and would all come back as the step ends.
+    """
 
     class Node:
         def __init__(self, nbytes: int) -> None:
@@ -534,7 +537,7 @@ def test_what_the_program_left_in_cycles_goes_before_anything_is_refused(at_the_
         )()
 
         def run(k: int) -> torch.Tensor:
-            if not at_the_end:
+            for _ in range(0 if at_the_end else pieces):
                 Node(1 << 20)
             loss = training.run(k)
             if at_the_end:
