@@ -2,11 +2,13 @@
 
     python benchmarks/by_hand.py --output benchmarks/results/by-hand.json
     python benchmarks/by_hand.py --ragged --output benchmarks/results/by-hand-ragged.json
+    python benchmarks/by_hand.py --compiled --output benchmarks/results/by-hand-compiled.json
 
 Each model trains plainly, with its own `gradient_checkpointing_enable()`, and in a session whose budget is the
 measured peak of the latter; each in a process of its own, on one thread, by turns, with glibc's heap kept. Times are
 medians. With `--ragged` each step has sentences of another length, or larger or smaller images, at random: the peak
-is that of the largest, and times are means. Needs `transformers`; weights and data are made up.
+is that of the largest, and times are means. With `--compiled` each layer is compiled (`layer.compile()`), in all
+three set-ups. Needs `transformers`; weights and data are made up.
 """
 
 from __future__ import annotations
@@ -97,7 +99,11 @@ MODELS: dict[str, Sequence[int]] = {
 }
 
 
-def train(name: str, *, by_hand: bool, budget: int | None, turns: Connection) -> None:
+# Whose layers are compiled without a break.
+COMPILED = ("GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM", "ViTForImageClassification")
+
+
+def train(name: str, *, by_hand: bool, compiled: bool, budget: int | None, turns: Connection) -> None:
     """A process: a step at each word that comes, and back go its seconds and its peak in bytes (0: not measured)."""
     import torch
 
@@ -108,6 +114,12 @@ def train(name: str, *, by_hand: bool, budget: int | None, turns: Connection) ->
     model, loss = built(name)
     if by_hand:
         model.gradient_checkpointing_enable()
+    if compiled:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     session = None if budget is None else outgrow.Session(model, optimizer, budget=budget)
     while size := turns.recv():
@@ -131,10 +143,10 @@ def train(name: str, *, by_hand: bool, budget: int | None, turns: Connection) ->
 class SetUp:
     """One of them, ready for its turns."""
 
-    def __init__(self, name: str, *, by_hand: bool = False, budget: int | None = None) -> None:
+    def __init__(self, name: str, *, by_hand: bool = False, compiled: bool, budget: int | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._turns, theirs = context.Pipe()
-        arguments = {"by_hand": by_hand, "budget": budget, "turns": theirs}
+        arguments = {"by_hand": by_hand, "compiled": compiled, "budget": budget, "turns": theirs}
         self._process = context.Process(target=train, args=(name,), kwargs=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -150,23 +162,28 @@ class SetUp:
         self._process.join()
 
 
-def peak_of(name: str, *, by_hand: bool) -> int:
+def peak_of(name: str, *, by_hand: bool, compiled: bool) -> int:
     """Live bytes at the highest, in a session that has room for all; optimizer state is there from the second on."""
-    alone = SetUp(name, by_hand=by_hand, budget=_UNBOUNDED)
+    alone = SetUp(name, by_hand=by_hand, compiled=compiled, budget=_UNBOUNDED)
     peak = max(alone.step(MODELS[name][-1])[1] for _ in range(3))
     alone.close()
     return peak
 
 
 def compared(
-    name: str, sizes: Sequence[int], settling: int, average: Callable[[Iterable[float]], float]
+    name: str,
+    sizes: Sequence[int],
+    settling: int,
+    average: Callable[[Iterable[float]], float],
+    *,
+    compiled: bool,
 ) -> dict[str, Any]:
     """The row of one model trained on batches of these sizes: bytes, and seconds on average once all has settled."""
-    plain_peak, hand_peak = (peak_of(name, by_hand=by_hand) for by_hand in (False, True))
+    plain_peak, hand_peak = (peak_of(name, by_hand=by_hand, compiled=compiled) for by_hand in (False, True))
     set_ups = {
-        "plain": SetUp(name),
-        "by_hand": SetUp(name, by_hand=True),
-        "outgrow": SetUp(name, budget=hand_peak),
+        "plain": SetUp(name, compiled=compiled),
+        "by_hand": SetUp(name, by_hand=True, compiled=compiled),
+        "outgrow": SetUp(name, compiled=compiled, budget=hand_peak),
     }
     taken: dict[str, list[tuple[float, int]]] = {kind: [] for kind in set_ups}
     for size in sizes:
@@ -181,22 +198,23 @@ def compared(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=MODELS, help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("models", nargs="*", help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--ragged", action="store_true", help="batches of ever other sizes")
+    parser.add_argument("--compiled", action="store_true", help=f"compile each layer (of {', '.join(COMPILED)})")
     parser.add_argument("--output", type=Path, help="a JSON file")
     options = parser.parse_args()
     os.environ.update(_KEEPS_HEAP, OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error")
     rows = []
-    for name in options.models:
+    for name in options.models or (COMPILED if options.compiled else MODELS):
         known = MODELS[name]
         if options.ragged and len(known) == 1:
             continue
         if options.ragged:
             draw = Random(0)
             sizes = [draw.choice(known) for _ in range(RAGGED_STEPS)]
-            rows.append(compared(name, sizes, RAGGED_SETTLING, mean))
+            rows.append(compared(name, sizes, RAGGED_SETTLING, mean, compiled=options.compiled))
         else:
-            rows.append(compared(name, [known[-1]] * STEPS, SETTLING, median))
+            rows.append(compared(name, [known[-1]] * STEPS, SETTLING, median, compiled=options.compiled))
         row = rows[-1]
         hand, ours = (row[f"{kind}_seconds"] / row["plain_seconds"] for kind in ("by_hand", "outgrow"))
         share = row["by_hand_bytes"] / row["plain_bytes"]

@@ -102,12 +102,12 @@ def test_a_recipe_that_gives_other_bits_is_never_used(monkeypatch: pytest.Monkey
     really_replay = recompute_module.replay
     spoilt = 0
 
-    def replay_wrongly(recipe: Recipe, *rest: Any) -> torch.UntypedStorage:
+    def replay_wrongly(recipe: Recipe, *rest: Any) -> list[torch.UntypedStorage]:
         nonlocal spoilt
         spoilt += 1
-        storage = really_replay(recipe, *rest)
-        storage[0] = storage[0] ^ 1
-        return storage
+        storages = really_replay(recipe, *rest)
+        storages[0][0] = storages[0][0] ^ 1
+        return storages
 
     monkeypatch.setattr(recompute_module, "replay", replay_wrongly)
     summary = assert_same_as_plain(straight)
@@ -639,7 +639,7 @@ def test_an_error_in_a_step_is_not_hidden_by_what_cannot_be_made_anew_at_the_end
 ) -> None:
     asked: list[object] = []
 
-    def no_room(executor: Executor, entry: object) -> torch.UntypedStorage:
+    def no_room(executor: Executor, entry: object, mates: object) -> list[torch.UntypedStorage]:
         asked.append(entry)
         raise BudgetTooSmall(1, 2, {}, "a recipe", exact=False)
 

@@ -104,7 +104,7 @@ def _of_saved(
             yield _copied_and_made_anew(main, unused)
         main = replace(main, leaves=unused)
     yield main
-    recipe = problem.recipes.find(item.value)
+    anew_seconds = problem.recipes.own_seconds(item.value)
     for (start, end), (again, _) in pairwise(needed):
         if again > main.wanted:  # the cache sends away what is wanted once more
             yield Absence(
@@ -114,14 +114,13 @@ def _of_saved(
                 leaves=end if unused is None else min(end, max(start, unused)),
                 dropped=end,
                 wanted=again,
-                anew_seconds=None if recipe is None else recipe.seconds,
+                anew_seconds=anew_seconds,
                 shares_copy=True,
             )
 
 
 def _before_first_use(problem: Problem, item: Candidate, saved: int) -> Absence:
     let_go = max(item.held, problem.tick_ops[item.last_pack])
-    recipe = problem.recipes.find(item.value) if may_be_dropped(problem, item) else None
     return Absence(
         value=item.value,
         nbytes=item.nbytes,
@@ -129,7 +128,7 @@ def _before_first_use(problem: Problem, item: Candidate, saved: int) -> Absence:
         leaves=let_go,
         dropped=let_go,
         wanted=problem.tick_ops[item.first_unpack],
-        anew_seconds=None if recipe is None else recipe.seconds,
+        anew_seconds=problem.recipes.own_seconds(item.value) if may_be_dropped(problem, item) else None,
         candidate=item,
         shares_copy=True,
     )

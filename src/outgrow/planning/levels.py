@@ -7,7 +7,7 @@ land when their lane allows in a plain step, and recipes run on top of what is t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -76,8 +76,12 @@ def levels_on_demand(plan: Plan, landed: Mapping[tuple[int, int], int] | None = 
             change[first] -= known[value].nbytes
             change[until] += known[value].nbytes
     levels = levels + np.cumsum(change)[: len(levels)]
+    bursts: dict[tuple[int, ...], list[int]] = {}
     for item in dropped:
-        levels[min(ops[wanted[item.value]], len(levels) - 1)] += _rise(problem, item.value)
+        bursts.setdefault(problem.recipes.together(item.value), []).append(item.value)
+    for together in bursts.values():
+        first = min(ops[wanted[value]] for value in together)
+        levels[min(first, len(levels) - 1)] += _rise(problem, together)
     return levels
 
 
@@ -113,10 +117,10 @@ def landed_ops(plan: Plan) -> dict[tuple[int, int], int]:
     return landed
 
 
-def _rise(problem: Problem, value: int) -> int:
-    """What a burst needs besides the value that it makes, in bytes."""
-    recipe = problem.recipes.find(value)
+def _rise(problem: Problem, together: Sequence[int]) -> int:
+    """What a burst needs besides the values that come back with it, in bytes."""
+    recipe = problem.recipes.find(together[0])
     assert recipe is not None, "only what has a recipe is dropped"
     rises = zip(recipe.ops, recipe.held, recipe.born, strict=True)
     most = max(held + born + problem.trace.ops[op].workspace_bytes for op, held, born in rises)
-    return max(0, most - problem.trace.values[value].nbytes)
+    return max(0, most - sum(problem.trace.values[value].nbytes for value in together))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from outgrow.planning.problem import Problem
-from outgrow.tracing.ir import Event, Kind, Trace
+from outgrow.tracing.ir import COMPILED_OP, Event, Kind, Trace
 
 # A longer run is seldom worth it, and its intermediate values add up.
 _MOST_OPS = 12
@@ -45,7 +45,9 @@ class Recipes:
         self._saved: set[int] = set()
         self._wanted_until: dict[int, int] = {}
         self._first_unpack: dict[int, int] = {}
+        self._last_unpack: dict[int, int] = {}
         self._found: dict[int, Recipe | None] = {}
+        self._together: dict[tuple[int, int], tuple[int, ...]] = {}  # by the op that makes them and the first wanted
         trace = problem.trace
         for saved in trace.saved:
             self._saved.add(saved.value)
@@ -54,12 +56,38 @@ class Recipes:
         for tick in trace.ticks:
             if tick.event is Event.UNPACK:
                 self._first_unpack.setdefault(trace.saved[tick.saved].value, tick.op)
+                self._last_unpack[trace.saved[tick.saved].value] = tick.op
+        for value, wanted in self._first_unpack.items():
+            birth = trace.values[value].birth
+            if birth >= 0 and trace.ops[birth].name == COMPILED_OP:
+                self._together[birth, wanted] = (*self._together.get((birth, wanted), ()), value)
 
     def find(self, value: int) -> Recipe | None:
         """The recipe of a value, None if it has none."""
         if value not in self._found:
             self._found[value] = self._search(value)
         return self._found[value]
+
+    def together(self, value: int) -> tuple[int, ...]:
+        """Values that come back with this one, itself among them, where all of them were dropped.
+
+        They are what one call of compiled code made, and are first wanted at the same op: to run that call once more
+        makes them all.
+        """
+        birth = self._problem.trace.values[value].birth
+        return self._together.get((birth, self._first_unpack.get(value, -1)), (value,))
+
+    def own_seconds(self, value: int) -> float | None:
+        """A value's part of the time that it takes to make it anew with those that come back together, by its bytes.
+
+        None if it has no recipe.
+        """
+        recipe = self.find(value)
+        if recipe is None:
+            return None
+        values = self._problem.trace.values
+        together = self.together(value)
+        return recipe.seconds * values[value].nbytes / sum(values[index].nbytes for index in together)
 
     def _search(self, value: int) -> Recipe | None:
         trace = self._problem.trace
@@ -82,7 +110,7 @@ class Recipes:
                 if trace.values[index].kind in _STATE:
                     continue
                 if index in self._saved and index != value:
-                    if self._wanted_until[index] <= wanted:  # gone by then
+                    if self._is_gone(index, birth, wanted):
                         return None
                     sources.add(index)
                 else:
@@ -91,6 +119,14 @@ class Recipes:
         held, born = _sizes(trace, value, order)
         seconds = sum(trace.ops[op].seconds for op in order) + self._problem.hardware.replaying_costs(len(order))
         return Recipe(value, order, tuple(sorted(sources)), seconds, held, born)
+
+    def _is_gone(self, source: int, reader: int, wanted: int) -> bool:
+        """Whether a saved value may be gone when op `reader` is to run again for what op `wanted` wants.
+
+        Compiled code asks for all that it wants before it lets go of any, and what it made is back before that.
+        """
+        asks = self._problem.trace.ops[reader].name == COMPILED_OP and self._last_unpack.get(source) == wanted
+        return self._wanted_until[source] < wanted + (not asks)
 
 
 def _sizes(trace: Trace, value: int, ops: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -480,6 +480,9 @@ class Walk:
             self._entries[source].dropped = source in self._brief
             self._free_brief(no_longer_read)
         self._rebuild_one(value)
+        for mate in self.problem.recipes.together(value):
+            if mate in self._entries and self._entries[mate].dropped and not self._entries[mate].resident:
+                self._is_back(mate)
         self._free_brief(unread)
 
     def _missing(self, value: int) -> list[int]:
@@ -525,6 +528,10 @@ class Walk:
             self.recompute += seconds
         for source in sources:
             self._entries[source].in_use -= 1
+        self._is_back(value)
+
+    def _is_back(self, value: int) -> None:
+        """A value was made anew."""
         entry = self._entries[value]
         entry.resident, entry.dropped = True, False
         if self._recording is not None:

@@ -2,14 +2,16 @@
 
 A compiler skips what runs under a dispatch mode, so that such modules would run op by op. So the mode steps aside
 while one runs. What its code saves for the backward pass is packed like everything else; what it makes meanwhile, an
-allocator counts; and room for that is made before, forward and backward, by what it was seen to take.
+allocator counts; and room for that is made before, forward and backward, by what it was seen to take. What it made
+forward, recipes make anew by all of it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,21 +21,29 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from outgrow.errors import DeviceOutOfMemory
 from outgrow.runtime.care import Need
 from outgrow.runtime.convolutions import Convolutions
+from outgrow.runtime.dice import Dice
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
+from outgrow.runtime.forwards import Compiled, Forward
+from outgrow.runtime.handles import Handle
 from outgrow.runtime.interrupts import Interrupts
+from outgrow.runtime.pool import Pool
+from outgrow.runtime.recipes import Given, Snapshot, given_before
+from outgrow.runtime.recompute import Recomputer
 from outgrow.runtime.recording import Recording
 from outgrow.runtime.room import Room
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.watch import Watch
 from outgrow.tracing.compiled import COMPILED, eagerly, place_of
 from outgrow.tracing.ledger import Ledger
-from outgrow.tracing.ops import outputs_of, tensors_in, tensors_within
+from outgrow.tracing.ops import nbytes_of, outputs_of, tensors_in, tensors_within
 from outgrow.tracing.probe import probing
 
 _NODE = "CompiledFunctionBackward"  # of PyTorch's AOTAutograd
 # With more calls than this that differ, a program may go on making new ones for ever.
 _MOST_CALLS = 1 << 14
+# Of buffers that a call writes to, copies are kept until it has run again: of no more than so many bytes.
+_MOST_SNAPSHOT_BYTES = 1 << 20
 
 
 @dataclass
@@ -48,7 +58,10 @@ class _Visit:
     highest_bytes: int  # live bytes, as far as is known before it is over
     own_bytes: int  # how far it lifts them for certain, beside what comes back meanwhile
     stack: ExitStack
+    is_again: bool  # it has run before in this step, and makes the same once more
     opened: int | None = None  # the op in the recorder
+    repeatable: bool = False
+    saved: list[weakref.ref[Handle]] = field(default_factory=list)  # by its code, for the backward pass
     arrived_bytes: int = 0  # of saved values that came back meanwhile, those that left again for others with them
     settled_bytes: int = 0  # how much more was live when the last of them was handed out
     rise: list[int | None] = field(default_factory=list)  # what the probe saw
@@ -61,10 +74,12 @@ class CompiledCode:
         self,
         modules: Sequence[torch.nn.Module],
         ledger: Ledger,
+        pool: Pool,
         memory: DeviceMemory,
         fast_path: FastPath,
         convolutions: Convolutions,
         room: Room,
+        recomputer: Recomputer,
         interrupts: Interrupts,
         come_here: Callable[[], None],
         came_to: Callable[[int], None],
@@ -72,10 +87,12 @@ class CompiledCode:
         """`come_here` has the step go on on the calling thread; `came_to` is told of live bytes."""
         self._modules = modules
         self._ledger = ledger
+        self._pool = pool
         self._memory = memory
         self._fast = fast_path
         self._convolutions = convolutions
         self._room = room
+        self._recomputer = recomputer
         self._interrupts = interrupts
         self._come_here = come_here
         self._came_to = came_to
@@ -83,6 +100,7 @@ class CompiledCode:
         self._guesses: dict[Hashable, int] = {}  # of code that is like such as was seen
         self._wants: dict[Hashable, int] = {}  # what came back for it
         self._tried: set[Hashable] = set()
+        self._known: dict[Hashable, Compiled] = {}  # calls that can run again
         self._watch: Watch | None = None
         self._recording: Recording | None = None
         self._visit: _Visit | None = None
@@ -122,6 +140,11 @@ class CompiledCode:
     def end(self) -> None:
         """The step is over."""
         self._abort()
+
+    def packed(self, handle: Handle) -> None:
+        """Autograd saved something."""
+        if self._visit is not None:
+            self._visit.saved.append(weakref.ref(handle))
 
     def arrived(self, nbytes: int) -> None:
         """A saved value came back."""
@@ -165,11 +188,13 @@ class CompiledCode:
         alike = (type(module), module.training, torch.is_grad_enabled(), _shapes(inputs))
         key = (id(module), *alike, _others(args), _others(tuple(kwargs.values())))
         with torch._C._DisableTorchDispatch():
+            number = self._fast.number
             visit = self._enter(key, alike, torch._C._current_graph_task_id())
             if self._recording is not None:
                 visit.opened = self._recording.recorder.open_op(COMPILED, inputs, module)
         try:
-            with _without(watch), self._interrupts.let_in():  # it may be compiled first
+            # It may be compiled first.
+            with _without(watch), self._interrupts.let_in(), self._seen(key, alike, number):
                 result = run(*args, **kwargs)
         except BaseException as error:
             self._abort()
@@ -180,19 +205,92 @@ class CompiledCode:
                 "compile smaller parts of the model"
             ) from error
         outputs = list(tensors_within(result))
+        nodes = _nodes_between(outputs, ends)
+        visit.repeatable = self._learn(key, nodes, outputs)
+        saved = visit.saved if self._recomputer.on else []
         with torch._C._DisableTorchDispatch():
             self._leave(visit, (), outputs)
-        for number, node in enumerate(_nodes_between(outputs, ends)):
-            node.register_prehook(partial(self._before_node, (key, number), (alike, number)))
+        for place, node in enumerate(nodes):
+            node.register_prehook(partial(self._before_node, (key, place), (alike, place), saved))
             node.register_hook(self._after_node)
         return result
 
+    def _learn(self, key: Hashable, nodes: Sequence[Any], outputs: Iterable[torch.Tensor]) -> bool:
+        """Whether one function makes all that a call does, and can be run again. It is known from then on."""
+        known = Compiled.of(nodes[0]) if len(nodes) == 1 else None
+        if known is None or any(output.grad_fn not in (None, nodes[0]) for output in outputs):
+            self._known.pop(key, None)
+            return False
+        self._known[key] = known
+        return True
+
+    def _seen(self, key: Hashable, alike: Hashable, number: int) -> AbstractContextManager[None]:
+        """Inside is a call, op `number` of the step, whose results recipes may make anew."""
+        known = self._known.get(key) if self._recomputer.on else None
+        return nullcontext() if known is None else known.seen_by(partial(self._see, known, key, alike, number))
+
+    def _see(
+        self,
+        known: Compiled,
+        key: Hashable,
+        alike: Hashable,
+        number: int,
+        function: Callable[[list[Any]], Any],
+        args: list[Any],
+    ) -> Any:
+        """Call it, and take the call down if recipes make it once more."""
+        given = list(args)  # the function empties its own
+        buffers = [given[place] for place in known.written] if len(given) == known.takes else []
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            written = [record for record in map(self._ledger.see, buffers) if record is not None]
+            self._recomputer.before_write(written)
+            before: Given | None = None
+            if (
+                len(given) == known.takes
+                and self._recomputer.runs_again(number, COMPILED.name)
+                and sum(map(nbytes_of, buffers)) <= _MOST_SNAPSHOT_BYTES
+            ):
+                before = given_before(self._ledger, tensors_in(given, {}), Dice.all_of(self._ledger.device_type))
+                for place in known.written:
+                    contents = given[place].detach().clone()
+                    self._ledger.see(contents)
+                    given[place] = Snapshot(contents)
+        made = function(args)
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            for record in written:
+                record.writes += 1
+            if before is not None:
+                before = replace(before, dice=tuple(item for item in before.dice if item.were_cast))
+                again = Forward(function, key, alike)
+                self._recomputer.take_down(again, COMPILED, tuple(given), {}, before, made, None)
+        return made
+
+    def run_again(self, forward: Forward, args: Sequence[Any]) -> Any:
+        """Run what was seen once more, for what it makes."""
+        if self.is_inside:
+            return forward(args)
+        visit = self._enter(forward.key, forward.alike, torch._C._current_graph_task_id(), is_again=True)
+        try:
+            made = forward(args)
+            for tensor in outputs_of(made):
+                self._ledger.see(tensor)
+        except BaseException as error:
+            self._abort()
+            if not (isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)):
+                raise
+            raise DeviceOutOfMemory(f"compiled code that makes saved values anew found no memory: {error}") from error
+        self._leave(visit, (), ())
+        return made
+
     # --- backward ---
 
-    def _before_node(self, key: Hashable, alike: Hashable, gradients: tuple[Any, ...]) -> None:
+    def _before_node(
+        self, key: Hashable, alike: Hashable, saved: Sequence[weakref.ref[Handle]], gradients: tuple[Any, ...]
+    ) -> None:
         if self._watch is None or self.is_inside:  # a graph that outlives its step, or one in another
             return
         with torch._C._DisableTorchDispatch():
+            self._make_anew(saved)
             self._enter(key, alike, torch._C._current_graph_task_id())
 
     def _after_node(self, made: tuple[Any, ...], gradients: tuple[Any, ...]) -> None:
@@ -202,9 +300,18 @@ class CompiledCode:
         with torch._C._DisableTorchDispatch():
             self._leave(visit, tensors_in(gradients, {}), outputs_of(made))
 
+    def _make_anew(self, saved: Sequence[weakref.ref[Handle]]) -> None:
+        """What code is about to want and was dropped comes back before: what it takes itself is then measured."""
+        if self._pool.dropped:
+            self._come_here()
+            handles = [handle for handle in (item() for item in saved) if handle is not None]
+            for entry in [handle.entry for handle in handles]:
+                if entry is not None and entry in self._pool.dropped:
+                    self._pool.restore(entry)
+
     # --- both ---
 
-    def _enter(self, key: Hashable, alike: Hashable, task: int) -> _Visit:
+    def _enter(self, key: Hashable, alike: Hashable, task: int, *, is_again: bool = False) -> _Visit:
         """Compiled code is about to run. Where nobody has seen any such before, all leaves for it that can."""
         known, guess = self._rises.get(key), self._guesses.get(alike)
         if known is not None:
@@ -216,7 +323,8 @@ class CompiledCode:
         self._come_here()
         self._room.where = COMPILED.name
         self._room.prepare(need, COMPILED.name)
-        self._fast.number += 1
+        if not is_again:
+            self._fast.number += 1
         with ExitStack() as stack:
             if known is None:
                 stack.enter_context(self._memory.openly(0))
@@ -225,7 +333,7 @@ class CompiledCode:
             stack.enter_context(self._convolutions.aside())
             stack.enter_context(self._fast.paused())
             stack.enter_context(self._room.holding_back(known or guess or 0, is_certain=known is not None))
-            if self._recording is not None:
+            if self._recording is not None and not is_again:
                 self._recording.begin()
             before = self._ledger.live_bytes
             stack_of_visit = ExitStack()
@@ -238,11 +346,13 @@ class CompiledCode:
                 highest_bytes=before + need.certain_bytes,
                 own_bytes=need.certain_bytes,
                 stack=stack_of_visit,
+                is_again=is_again,
             )
             if known is None and self._fast.most_bytes is None:
                 stack.enter_context(probing(self._ledger.device_type, visit.rise))
             stack_of_visit.push(stack.pop_all())
         self._visit = visit
+        self._recomputer.wait()
         return visit
 
     def _leave(self, visit: _Visit, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
@@ -259,18 +369,20 @@ class CompiledCode:
         # Where a compiler tries kernels out on a device, it may have done so just now.
         is_sure = whole is not None and (self._fast.most_bytes is not None or visit.key in self._tried)
         if len(self._tried) >= _MOST_CALLS:
-            for memory in (self._tried, self._rises, self._wants, self._guesses):
+            for memory in (self._tried, self._rises, self._wants, self._guesses, self._known):
                 memory.clear()
         self._tried.add(visit.key)
         if is_sure:
             self._rises[visit.key] = max(self._rises.get(visit.key, 0), visit.own_bytes)
             self._wants[visit.key] = max(self._wants.get(visit.key, 0), visit.arrived_bytes)
-        self._note(visit, inputs, outputs)
+        if not visit.is_again:
+            self._note(visit, inputs, outputs)
         self._memory.count(self._room.budget_bytes)
         highest = max(visit.highest_bytes, self._ledger.live_bytes)
         self._came_to(highest)
         if visit.is_new and is_sure:  # measured at first sight, when all had left that can
             self._room.check(highest, COMPILED.name)
+        self._recomputer.settle()
 
     def _note(self, visit: _Visit, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Have the recorder know of it."""
@@ -279,7 +391,7 @@ class CompiledCode:
             return
         seconds, rise, recorder = recording.end(), visit.own_bytes, recording.recorder
         if visit.opened is not None:
-            recorder.close_op(visit.opened, outputs, rise_bytes=rise, seconds=seconds)
+            recorder.close_op(visit.opened, outputs, rise_bytes=rise, seconds=seconds, repeatable=visit.repeatable)
         else:
             recorder.op(None, COMPILED, (), {}, inputs, outputs, outputs, rise_bytes=rise, seconds=seconds)
         recording.leave()
@@ -289,8 +401,10 @@ class CompiledCode:
         visit, self._visit = self._visit, None
         if visit is not None:
             visit.stack.close()
-            with torch._C._DisableTorchDispatch():
-                self._note(visit, (), ())
+            self._recomputer.give_up()
+            if not visit.is_again:
+                with torch._C._DisableTorchDispatch():
+                    self._note(visit, (), ())
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,19 @@ class Dice:
         known = generator is not None and generator.device.type in ("cpu", "cuda")
         return cls(generator, generator.get_state()) if generator is not None and known else None
 
+    @classmethod
+    def all_of(cls, device_type: str) -> tuple[Dice, ...]:
+        """Those that code may draw from by default: the CPU's, and a GPU's that is current."""
+        generators = [torch.default_generator]
+        if device_type == "cuda":
+            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        return tuple(cls(generator, generator.get_state()) for generator in generators)
+
+    @property
+    def were_cast(self) -> bool:
+        """Whether somebody has drawn since."""
+        return not torch.equal(self.generator.get_state(), self.state)
+
     def put_back(self) -> None:
         """Whoever draws next draws what the call drew."""
         self.generator.set_state(self.state)
@@ -38,6 +51,15 @@ class Dice:
             yield
         finally:
             self.generator.set_state(users)
+
+
+@contextmanager
+def all_cast_again(dice: Sequence[Dice]) -> Iterator[None]:
+    """The same of several."""
+    with ExitStack() as stack:
+        for one in dice:
+            stack.enter_context(one.cast_again())
+        yield
 
 
 def _default_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:

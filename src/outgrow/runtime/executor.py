@@ -31,6 +31,7 @@ from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.follower import Follower
+from outgrow.runtime.forwards import Forward
 from outgrow.runtime.handles import Handle
 from outgrow.runtime.hooks import Hooks
 from outgrow.runtime.interrupts import Interrupts
@@ -124,7 +125,17 @@ class Executor:
         )
         self._staying = hooks.staying
         self._compiled = CompiledCode(
-            compiled, ledger, memory, fast, convolutions, room, interrupts, hooks.come_here, current.came_to
+            compiled,
+            ledger,
+            pool,
+            memory,
+            fast,
+            convolutions,
+            room,
+            self._recomputer,
+            interrupts,
+            hooks.come_here,
+            current.came_to,
         )
         self._table = OpTable()
         self._calls = Calls(ledger.device_type, pool, memory, fast, convolutions)
@@ -405,6 +416,8 @@ class Executor:
 
     def _tick(self, event: Event, handle: Handle | Stay, entry: Entry | None) -> None:
         """One tick: what the plan puts there is started, and a step that is not the plan's leaves it."""
+        if event is Event.PACK and entry is not None and isinstance(handle, Handle):
+            self._compiled.packed(handle)
         self._course.advance(event, handle, entry)
 
     def _unpacked(self) -> None:
@@ -415,15 +428,15 @@ class Executor:
         """A saved value is about to come back."""
         self._follower.make_way(handle)
 
-    def rebuild(self, entry: Entry) -> torch.UntypedStorage:
-        """Make a dropped value anew; the pool asks for it.
+    def rebuild(self, entry: Entry, mates: Sequence[Entry]) -> Sequence[torch.UntypedStorage]:
+        """Make a dropped value anew, and what its recipe makes as well; the pool asks for it.
 
         Nothing is parked on demand meanwhile: where the recipe finds no room, that is made before it is tried again.
         """
         for _ in range(_TRIES_OF_A_RECIPE if self._demand.on else 0):
             try:
                 with self._demand.paused():
-                    return self._recomputer.rebuild(entry)
+                    return self._recomputer.rebuild(entry, mates)
             except BudgetTooSmall as short:  # its frames hold what was made so far, and go before room is made
                 least_bytes = short.least_bytes
             before = self._ledger.live_bytes
@@ -431,7 +444,7 @@ class Executor:
             if self._ledger.live_bytes >= before:
                 break
         with self._demand.paused():
-            return self._recomputer.rebuild(entry)
+            return self._recomputer.rebuild(entry, mates)
 
     def _fetch(self, entry: Entry) -> torch.UntypedStorage:
         """A source of a recipe."""
@@ -440,7 +453,9 @@ class Executor:
         return storage
 
     def _run_again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Hashable) -> Any:
-        """Run one op of a recipe."""
+        """Run one op of a recipe, or compiled code."""
+        if isinstance(func, Forward):
+            return self._compiled.run_again(func, args)
         if self._parking.busy:  # recipes read parameters
             self._parking.touch(tensors_in(args, kwargs))
         return self._runner.run_inside(func, args, kwargs, signature)

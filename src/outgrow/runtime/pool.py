@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -46,7 +46,8 @@ class Parked(Protocol):
 class Maker(Protocol):
     """Who makes dropped values anew."""
 
-    def rebuild(self, entry: Entry) -> torch.UntypedStorage: ...
+    def rebuild(self, entry: Entry, mates: Sequence[Entry]) -> Sequence[torch.UntypedStorage]:
+        """The storages of a value and of its `mates`, which its recipe makes as well."""
 
     def arrived(self, entry: Entry) -> None:
         """A value has new memory, to be filled from the next tier or made anew in."""
@@ -257,14 +258,26 @@ class Pool:
             self.parked.restore(record)
 
     def restore(self, entry: Entry) -> torch.UntypedStorage:
-        """Make a dropped value anew for its own use, after those of its sources that were dropped too, and theirs."""
+        """Make a dropped value anew for its own use, after those of its sources that were dropped too, and theirs.
+
+        What its recipe makes as well comes back with it.
+        """
         if entry.storage is None and not self._find_again(entry):
             assert entry.recipe is not None
+            mates = self._mates_of(entry, entry.recipe)
             with self.sources_of(entry, entry.recipe):
-                self._restore_one(entry)
-                self._keep(entry)
+                self._restore_one(entry, mates)
+                for made in (entry, *mates):
+                    self._keep(made)
         assert entry.storage is not None
         return entry.storage
+
+    def _mates_of(self, entry: Entry, recipe: Recipe) -> list[Entry]:
+        """Dropped values that the last call of this recipe makes as well."""
+        if not recipe.makes_several:
+            return []
+        others = (item for item in self.dropped if item is not entry and item.storage is None)
+        return [item for item in others if item.recipe is not None and item.recipe.ends_as(recipe)]
 
     @contextmanager
     def sources_of(self, entry: Entry, recipe: Recipe) -> Iterator[None]:
@@ -310,11 +323,12 @@ class Pool:
         finally:
             give_back(list(lent))
 
-    def _restore_one(self, entry: Entry) -> None:
+    def _restore_one(self, entry: Entry, mates: Sequence[Entry] = ()) -> None:
         assert self.maker is not None, "nothing is dropped before somebody can make it anew"
-        storage = self.maker.rebuild(entry)
-        entry.storage = storage
-        self._whereabouts.move(entry, storage)
+        storages = self.maker.rebuild(entry, mates)
+        for made, storage in zip((entry, *mates), storages, strict=True):
+            made.storage = storage
+            self._whereabouts.move(made, storage)
 
     def _keep(self, entry: Entry) -> None:
         """A value that was made anew stays until its own use."""

@@ -7,7 +7,7 @@ stay, wherever they are, and training state is compared by version before it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from outgrow.errors import TraceMismatch
-from outgrow.runtime.dice import Dice
+from outgrow.runtime.dice import Dice, all_cast_again
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.settings import Settings, settings, under
+from outgrow.tracing.compiled import COMPILED
 from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, outputs_of, tensors_in, updated_statistics, written_tensors
@@ -80,6 +81,17 @@ class Blank:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a buffer held before a call that reads and writes it: it writes to a copy of that when it runs again."""
+
+    contents: torch.Tensor
+
+    def made(self) -> torch.Tensor:
+        """Such a copy."""
+        return self.contents.clone()
+
+
+@dataclass(frozen=True, slots=True)
 class Given:
     """What an op is given before it runs: the contents of its arguments by storage, and its dice if it draws.
 
@@ -88,13 +100,13 @@ class Given:
 
     contents: Mapping[int, Contents]
     records: Mapping[int, StorageRecord]
-    dice: Dice | None
+    dice: tuple[Dice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an op. `args` and `kwargs` have a `Window`, a `State`, a `Shape` or a `Blank` in place of
-    each tensor.
+    """One call of an op, or of compiled code. `args` and `kwargs` have a `Window`, a `State`, a `Shape`, a `Blank`
+    or a `Snapshot` in place of each tensor.
 
     `writes` are the contents that it replaced, each with what they became; `made` what its outputs are, in order
     (None for one that is no plain tensor). `dice` are as they were before it drew random numbers, and `settings` as
@@ -108,9 +120,10 @@ class Call:
     states: tuple[State, ...]
     writes: tuple[tuple[Contents, Contents], ...]
     made: tuple[Contents | None, ...]
-    dice: Dice | None
+    dice: tuple[Dice, ...]
     settings: Settings
     signature: Hashable
+    is_compiled: bool
 
 
 class OtherOutputs(TraceMismatch):
@@ -133,6 +146,15 @@ class Recipe:
     def states_are_as_they_were(self) -> bool:
         """Whether the training state that it reads is still what the step read."""
         return all(state.is_as_it_was() for call in self.calls for state in call.states)
+
+    def ends_as(self, other: Recipe) -> bool:
+        """Whether its last call is that of another one."""
+        return self.calls[-1] is other.calls[-1]
+
+    @property
+    def makes_several(self) -> bool:
+        """Whether its last call is one of compiled code, whose results come back together."""
+        return self.calls[-1].is_compiled
 
 
 class Cookbook:
@@ -211,7 +233,9 @@ class Cookbook:
         for tensor in outputs_of(result):
             record = self._ledger.see(tensor)
             touched.append(record)
-            made.append(None if record is None or tensor.layout is not torch.strided else contents_of(record))
+            contents = None if record is None or tensor.layout is not torch.strided else contents_of(record)
+            was_given = record is not None and before.contents.get(record.serial) == contents
+            made.append(None if was_given else contents)
         call = Call(
             func,
             tuple(kept_args),
@@ -223,6 +247,7 @@ class Cookbook:
             before.dice,
             settings(),
             signature,
+            facts is COMPILED,
         )
         targets = [
             contents
@@ -325,7 +350,7 @@ def contents_of(record: StorageRecord) -> Contents:
     return record.serial, record.writes
 
 
-def given_before(ledger: Ledger, tensors: Iterable[torch.Tensor], dice: Dice | None) -> Given:
+def given_before(ledger: Ledger, tensors: Iterable[torch.Tensor], dice: tuple[Dice, ...]) -> Given:
     """What some tensors hold now that an op is given, with its dice."""
     seen = ((id(tensor), ledger.see(tensor)) for tensor in tensors)
     records = {number: record for number, record in seen if record is not None}
@@ -336,8 +361,11 @@ def replay(
     recipe: Recipe,
     fetch: Callable[[Entry], torch.UntypedStorage],
     run: RunAgain,
-) -> torch.UntypedStorage:
-    """Make a value anew. `fetch` brings a source, `run` runs one op inside the budget.
+    mates: Collection[Contents] = (),
+) -> list[torch.UntypedStorage]:
+    """Make a value anew, and its `mates`, which the last call makes as well; the storages of all in this order.
+
+    `fetch` brings a source, `run` runs one op inside the budget.
 
     Contents that a call writes to are cloned first unless the replay itself made them and reads them no more, and
     so are buffers: an op may write to them without saying so.
@@ -351,6 +379,7 @@ def replay(
         for contents in call.reads:
             left[contents] = left.get(contents, 0) + 1
     own: set[Contents] = set()
+    wanted = (recipe.target, *mates)
     # Most run under the same settings as the one before.
     now: Settings | None = None
     with ExitStack() as stack:
@@ -370,7 +399,7 @@ def replay(
                 stack.close()
                 stack.enter_context(under(call.settings))
                 now = call.settings
-            with nullcontext() if call.dice is None else call.dice.cast_again():
+            with all_cast_again(call.dice) if call.dice else nullcontext():
                 result = run(call.func, args, kwargs, call.signature)
             outputs = outputs_of(result)
             if len(outputs) != len(call.made):
@@ -378,17 +407,17 @@ def replay(
                     f"{call.func} gave {len(outputs)} tensors when it ran again, and {len(call.made)} before"
                 )
             for contents in call.reads:
-                if left[contents] == 0 and contents != recipe.target:
+                if left[contents] == 0 and contents not in wanted:
                     there.pop(contents, None)
             for old, new in call.writes:
                 there[new] = given[old]
                 own.add(new)
             for made, tensor in zip(call.made, outputs, strict=True):
-                if made is not None and made not in there and (made == recipe.target or left.get(made)):
+                if made is not None and made not in there and (made in wanted or left.get(made)):
                     there[made] = tensor.untyped_storage()
                     own.add(made)
             del given, args, kwargs, result, outputs
-    return there[recipe.target]
+    return [there[contents] for contents in wanted]
 
 
 def _clone(storage: torch.UntypedStorage, run: RunAgain) -> torch.UntypedStorage:
@@ -404,6 +433,6 @@ def _given(item: Any, storages: Mapping[Contents, torch.UntypedStorage]) -> Any:
         return item.on(storages[item.contents])
     if isinstance(item, State):
         return item.alias.clone() if item.is_buffer else item.alias
-    if isinstance(item, Blank):
+    if isinstance(item, Blank | Snapshot):
         return item.made()
     return item.tensor if isinstance(item, Shape) else item

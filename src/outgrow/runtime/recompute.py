@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -63,6 +64,16 @@ class Verdicts:
         return Verdicts(dict(self.good), set(self.bad))
 
 
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    """A value that may be let go of."""
+
+    entry: Entry
+    first_save: int
+    recipe: Recipe
+    replay: Replay
+
+
 class Recomputer:
     """The recompute half of an executor.
 
@@ -105,6 +116,8 @@ class Recomputer:
         self._first_save = _first_saves(plan) if plan is not None else {}
         self._entry_at: dict[Contents, Entry] = {}
         self._contents: dict[Entry, Contents] = {}
+        self._waits = self._rests_then = False
+        self._waiting: list[tuple[Entry, int]] = []
 
     # --- what the runner shows ---
 
@@ -129,12 +142,12 @@ class Recomputer:
         inputs: Sequence[torch.Tensor],
     ) -> Given | None:
         """What an op is given before it runs, if it is one that recipes run again; None for the others."""
-        if self._wanted_ops.get(number) != facts.name:
+        if not self.runs_again(number, facts.name):
             return None
         dice = Dice.before(args, kwargs) if facts.draws else None
         if facts.draws and dice is None:
             return None
-        return given_before(self._ledger, inputs, dice)
+        return given_before(self._ledger, inputs, () if dice is None else (dice,))
 
     def take_down(
         self,
@@ -150,9 +163,16 @@ class Recomputer:
         with torch._C._DisableTorchDispatch():
             self._cookbook.take_down(func, facts, args, kwargs, before, result, signature)
 
+    def runs_again(self, number: int, name: str) -> bool:
+        """Whether recipes run op `number` again."""
+        return self._wanted_ops.get(number) == name
+
     def rest(self) -> None:
         """The plan drops nothing more in this step."""
-        self._cookbook.rest()
+        if self._waits:
+            self._rests_then = True
+        else:
+            self._cookbook.rest()
 
     def before_write(self, written: Sequence[StorageRecord]) -> None:
         """An op is about to write to what recipes may start from: make their values anew before that."""
@@ -176,43 +196,91 @@ class Recomputer:
 
     def drop(self, entry: Entry, value: int) -> None:
         """Let go of a value, if its recipe makes the very same bits."""
+        if self._waits:
+            self._waiting.append((entry, value))
+            return
+        found = self._dropping(entry, value)
+        if found is not None and (self._is_proved(found) or self._verify([found])):
+            self._let_go(found)
+
+    def wait(self) -> None:
+        """Compiled code runs, whose memory is measured: nothing is tried and nothing let go of meanwhile."""
+        self._waits = True
+
+    def settle(self) -> None:
+        """It is over: let go of what should have gone. What one call made is tried together."""
+        self._waits = False
+        waiting, self._waiting = self._waiting, []
+        found = [item for item in starmap(self._dropping, waiting) if item is not None]
+        tried: dict[int, list[_Drop]] = {}
+        for item in found:
+            if not self._is_proved(item):
+                made_by = item.recipe.calls[-1] if item.recipe.makes_several else item
+                tried.setdefault(id(made_by), []).append(item)
+        for together in tried.values():
+            self._verify(together)
+        for item in found:
+            if self._is_proved(item):
+                self._let_go(item)
+        if self._rests_then:
+            self._cookbook.rest()
+
+    def give_up(self) -> None:
+        """It has failed: what should have gone stays."""
+        self._waits = False
+        self._waiting.clear()
+        if self._rests_then:
+            self._cookbook.rest()
+
+    def _dropping(self, entry: Entry, value: int) -> _Drop | None:
+        """What it takes to let go of a value; None where it cannot be made anew."""
         contents = self._contents.get(entry)
         if contents is None or self._entry_at.get(contents) is not entry:  # written to since it was saved
-            return
+            return None
         first_save = self._first_save[value]
         if first_save in self._verdicts.bad or self._verdicts.cramped[first_save] >= _MOST_TRIES:
-            return
-        if self._pool.has_safe_copy(entry):
-            return
+            return None
+        if entry.handles == 0 or self._pool.has_safe_copy(entry):
+            return None
         recipe = self._cookbook.compile(contents, self._entry_at.get)
         if recipe is None or not recipe.states_are_as_they_were():  # a parameter was written to since
-            return
-        is_proved = entry.nbytes <= self._verdicts.good.get(first_save, -1)
-        if not is_proved and not self._verify(entry, first_save, recipe):
-            return
-        if self._pool.has_safe_copy(entry):  # the proof took room, and the cache sent this very value away for it
-            return
-        self._pool.drop_for(entry, recipe, self._replays.get(value, Replay.SPEED))
+            return None
+        return _Drop(entry, first_save, recipe, self._replays.get(value, Replay.SPEED))
 
-    def _verify(self, entry: Entry, first_save: int, recipe: Recipe) -> bool:
-        """The true value is still there: make it anew and compare, once for each kind of step, if none is larger."""
-        true = entry.storage
-        assert true is not None
+    def _is_proved(self, item: _Drop) -> bool:
+        return item.entry.nbytes <= self._verdicts.good.get(item.first_save, -1)
+
+    def _let_go(self, item: _Drop) -> None:
+        # A proof takes room, for which the cache may have sent this very value away.
+        if not self._pool.has_safe_copy(item.entry):
+            self._pool.drop_for(item.entry, item.recipe, item.replay)
+
+    def _verify(self, items: Sequence[_Drop]) -> bool:
+        """The true values are still there: make them anew and compare, once for each kind of step, if none is larger.
+
+        They are what one call makes. Whether all are the same.
+        """
+        first, *others = items
+        true = [item.entry.storage for item in items]
         try:
-            with self._pool.sources_of(entry, recipe):
-                made = self._replay(recipe)
-            same = made.nbytes() == true.nbytes() and self._are_equal(made, true)
+            with self._pool.sources_of(first.entry, first.recipe):
+                made = self._replay(first.recipe, [item.recipe.target for item in others])
+            same = [self._is_same(*pair) for pair in zip(made, true, strict=True)]
         except OtherOutputs:
-            same = False
+            same = [False] * len(items)
         except OutgrowError:  # no room to try
-            self._verdicts.cramped[first_save] += 1
+            self._verdicts.cramped.update(item.first_save for item in items)
             return False
         self.proofs += 1
-        if same:
-            self._verdicts.good[first_save] = entry.nbytes
-        else:
-            self._verdicts.bad.add(first_save)
-        return same
+        for item, is_same in zip(items, same, strict=True):
+            if is_same:
+                self._verdicts.good[item.first_save] = item.entry.nbytes
+            else:
+                self._verdicts.bad.add(item.first_save)
+        return all(same)
+
+    def _is_same(self, made: torch.UntypedStorage, true: torch.UntypedStorage | None) -> bool:
+        return true is not None and made.nbytes() == true.nbytes() and self._are_equal(made, true)
 
     def _are_equal(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
         """Whether two storages of one size hold the same bytes.
@@ -228,8 +296,8 @@ class Recomputer:
             parts = zip(*(row.split(_COMPARED_BYTES // row.itemsize) for row in rows), strict=True)
             return all(self._run(torch.ops.aten.equal.default, part, {}, None) for part in parts)
 
-    def rebuild(self, entry: Entry) -> torch.UntypedStorage:
-        """Make a dropped value anew; the pool asks for it.
+    def rebuild(self, entry: Entry, mates: Sequence[Entry]) -> Sequence[torch.UntypedStorage]:
+        """Make a dropped value anew, and its `mates`, which its recipe makes as well; the pool asks for it.
 
         Raises:
             TraceMismatch: a parameter that the recipe reads was changed since.
@@ -241,31 +309,31 @@ class Recomputer:
                 "a parameter or buffer was changed between the forward and the backward pass in a way that PyTorch"
                 " does not show: train this model with a policy that does not recompute, such as policy='lru'"
             )
-        storage = self._replay(recipe)
-        self.nbytes += entry.nbytes
-        return storage
+        storages = self._replay(recipe, [mate.recipe.target for mate in mates if mate.recipe is not None])
+        self.nbytes += sum(made.nbytes for made in (entry, *mates))
+        return storages
 
-    def _replay(self, recipe: Recipe) -> torch.UntypedStorage:
+    def _replay(self, recipe: Recipe, mates: Sequence[Contents]) -> list[torch.UntypedStorage]:
         started, inner = time.perf_counter(), self.seconds
         began = self._clock.mark() if self._clock is not None and self._depth == 0 else None
         self._depth += 1
         try:
-            storage = self._replay_now(recipe)
+            storages = self._replay_now(recipe, mates)
         finally:
             self._depth -= 1
         if self._clock is not None and began is not None:
             self.spans.append((began, self._clock.mark()))
         self.seconds = inner + time.perf_counter() - started  # sources that were dropped too are in there
-        return storage
+        return storages
 
-    def _replay_now(self, recipe: Recipe) -> torch.UntypedStorage:
+    def _replay_now(self, recipe: Recipe, mates: Sequence[Contents]) -> list[torch.UntypedStorage]:
         with (
             torch.no_grad(),
             torch._C._DisableTorchDispatch(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),
         ):
-            return replay(recipe, self._fetch, self._run)
+            return replay(recipe, self._fetch, self._run, mates)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -193,8 +193,16 @@ class Recorder:
         self._opened = {}
         return number
 
-    def close_op(self, number: int, outputs: Sequence[torch.Tensor], *, rise_bytes: int, seconds: float) -> None:
-        """It is over."""
+    def close_op(
+        self,
+        number: int,
+        outputs: Sequence[torch.Tensor],
+        *,
+        rise_bytes: int,
+        seconds: float,
+        repeatable: bool = False,
+    ) -> None:
+        """It is over. `repeatable` says that it makes the same once more when it runs again."""
         for tensor in outputs:
             record = self._ledger.see(tensor)
             if record is not None:
@@ -208,7 +216,10 @@ class Recorder:
             outputs=tuple(made),
             workspace_bytes=max(0, rise_bytes - new_bytes),
             seconds=seconds,
+            repeatable=repeatable,
         )
+        if self._watched:
+            self._look_at_holders()
 
     def _is_repeatable(self, facts: OpFacts) -> bool:
         """Whether the op gives the same outputs when it runs again, perhaps on the backward pass's thread."""

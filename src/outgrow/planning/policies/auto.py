@@ -24,7 +24,7 @@ from outgrow.planning.policies.checkpoint import Checkpoint
 from outgrow.planning.policies.layrub import Layrub
 from outgrow.planning.policies.superneurons import SuperNeurons
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
-from outgrow.planning.prefetch import CAUTION, dropped_early, with_prefetch
+from outgrow.planning.prefetch import CAUTION, dropped_early, may_be_dropped, with_prefetch
 from outgrow.planning.problem import Candidate, Problem
 from outgrow.planning.refine import Refusals, refined
 from outgrow.planning.relaxation import Relaxation, Shares
@@ -187,15 +187,21 @@ class _Choice:
 
 
 def _rounded(problem: Problem, shares: Shares) -> _Choice:
-    """What the program moves in part moves as a whole."""
+    """What the program moves in part moves as a whole, and what comes back together moves in one way."""
     offloaded: list[Candidate] = []
     dropped: list[Candidate] = []
     in_part: list[Candidate] = []
+    anew_bytes: dict[tuple[int, ...], float] = {}  # less those that are copied
+    for item in problem.candidates:
+        out, anew = shares.offloaded.get(item.value, 0.0), shares.recomputed.get(item.value, 0.0)
+        together = problem.recipes.together(item.value)
+        anew_bytes[together] = anew_bytes.get(together, 0.0) + (anew - out) * item.nbytes
     for item in problem.candidates:
         out, anew = shares.offloaded.get(item.value, 0.0), shares.recomputed.get(item.value, 0.0)
         if out + anew < _LEAST_SHARE:
             continue
-        (offloaded if out >= anew else dropped).append(item)
+        is_dropped = anew_bytes[problem.recipes.together(item.value)] > 0 and may_be_dropped(problem, item)
+        (dropped if is_dropped else offloaded).append(item)
         if out + anew < 1 - _LEAST_SHARE:
             in_part.append(item)
     return _Choice(tuple(offloaded), tuple(dropped), tuple(sorted(in_part, key=lambda item: -item.nbytes)))
