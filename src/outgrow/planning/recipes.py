@@ -45,7 +45,6 @@ class Recipes:
         self._saved: set[int] = set()
         self._wanted_until: dict[int, int] = {}
         self._first_unpack: dict[int, int] = {}
-        self._last_unpack: dict[int, int] = {}
         self._found: dict[int, Recipe | None] = {}
         self._together: dict[tuple[int, int], tuple[int, ...]] = {}  # by the op that makes them and the first wanted
         trace = problem.trace
@@ -56,7 +55,6 @@ class Recipes:
         for tick in trace.ticks:
             if tick.event is Event.UNPACK:
                 self._first_unpack.setdefault(trace.saved[tick.saved].value, tick.op)
-                self._last_unpack[trace.saved[tick.saved].value] = tick.op
         for value, wanted in self._first_unpack.items():
             birth = trace.values[value].birth
             if birth >= 0 and trace.ops[birth].name == COMPILED_OP:
@@ -110,7 +108,7 @@ class Recipes:
                 if trace.values[index].kind in _STATE:
                     continue
                 if index in self._saved and index != value:
-                    if self._is_gone(index, birth, wanted):
+                    if self._wanted_until[index] <= wanted:  # gone by then
                         return None
                     sources.add(index)
                 else:
@@ -119,14 +117,6 @@ class Recipes:
         held, born = _sizes(trace, value, order)
         seconds = sum(trace.ops[op].seconds for op in order) + self._problem.hardware.replaying_costs(len(order))
         return Recipe(value, order, tuple(sorted(sources)), seconds, held, born)
-
-    def _is_gone(self, source: int, reader: int, wanted: int) -> bool:
-        """Whether a saved value may be gone when op `reader` is to run again for what op `wanted` wants.
-
-        Compiled code asks for all that it wants before it lets go of any, and what it made is back before that.
-        """
-        asks = self._problem.trace.ops[reader].name == COMPILED_OP and self._last_unpack.get(source) == wanted
-        return self._wanted_until[source] < wanted + (not asks)
 
 
 def _sizes(trace: Trace, value: int, ops: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

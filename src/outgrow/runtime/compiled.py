@@ -291,6 +291,8 @@ class CompiledCode:
             return
         with torch._C._DisableTorchDispatch():
             self._make_anew(saved)
+            if self._recording is not None:
+                self._recording.recorder.begin_op()
             self._enter(key, alike, torch._C._current_graph_task_id())
 
     def _after_node(self, made: tuple[Any, ...], gradients: tuple[Any, ...]) -> None:

@@ -74,6 +74,7 @@ class Recorder:
         self._modules = modules
         self._kinds = kinds
         self._opened: dict[int, None] | None = None  # what was made by an op that is not over yet
+        self._begun = False  # an op runs that is told of when it is over
         self._ops: list[Op] = []
         self._values: list[_Value] = []
         self._saved: list[_Saved] = []
@@ -118,6 +119,7 @@ class Recorder:
     ) -> None:
         """An op ran. `rise_bytes` is how far it lifted live bytes at its worst moment, 0 if nobody measured."""
         now = len(self._ops)
+        self._begun = False
         in_backward = torch._C._current_graph_task_id() != -1
         read: dict[int, None] = {}
         moved = 0
@@ -181,6 +183,13 @@ class Recorder:
         )
         if self._watched:
             self._look_at_holders()
+
+    def begin_op(self) -> None:
+        """An op begins that asks for saved values and lets go of them before it is over; `op` tells of it then.
+
+        Until it is over, it has them.
+        """
+        self._begun = True
 
     def open_op(self, facts: OpFacts, inputs: Sequence[torch.Tensor], module: torch.nn.Module) -> int:
         """An op begins that saves what it makes before it is over; its number, for `close_op`.
@@ -295,7 +304,7 @@ class Recorder:
 
     def released(self, index: int) -> None:
         """Autograd let go of saved tensor `index`."""
-        now = len(self._ops)
+        now = len(self._ops) + self._begun
         self._saved[index].released = now
         value = self._values[self._saved[index].value]
         value.handles -= 1
@@ -312,7 +321,7 @@ class Recorder:
             del self._current[record.serial]
         if index is None:
             return
-        value, now = self._values[index], len(self._ops)
+        value, now = self._values[index], len(self._ops) + self._begun
         value.present = False
         if value.held < 0:
             value.held = now
