@@ -115,6 +115,7 @@ def train(name: str, *, by_hand: bool, compiled: bool, budget: int | None, turns
     if by_hand:
         model.gradient_checkpointing_enable()
     if compiled:
+        model.config.use_cache = False  # checkpointing does that by itself
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         for layer in model.modules():
