@@ -67,6 +67,23 @@ class Hoarding(Block):
         return super().forward(x) + self.seen[:WIDTH]
 
 
+class Overwriting(nn.Module):
+    """One that writes to what it is given, which the program has made for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = compiled(_Overwriting(), "aot_eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, torch.full((WIDTH,), 0.5)) + self.inner(x, x.sin())  # type: ignore[no-any-return]
+
+
+class _Overwriting(Block):
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        given.mul_(0.5).add_(0.25)
+        return super().forward(x * given) * given
+
+
 BLOCKS_OF: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "layer norm": (Block, "aot_eager"),
     "dropout": (partial(Block, 0.2), "aot_eager"),
@@ -170,12 +187,12 @@ def test_a_run_that_gives_other_bits_is_never_used(monkeypatch: pytest.MonkeyPat
     assert summaries[-1].recomputed_bytes == 0
 
 
-@pytest.mark.parametrize("block", [Breaking, Hoarding, Taking])
+@pytest.mark.parametrize("block", [Breaking, Hoarding, Taking, Overwriting])
 def test_what_cannot_be_run_again_or_in_part_alone_spoils_nothing(block: Callable[[], nn.Module]) -> None:
-    """Two functions with an op between them, buffers too large to keep, results that are views of what was given."""
+    """Two functions with an op between them, too large buffers, results that are views of what was given, writes."""
 
     def compile(made: nn.Module) -> nn.Module:
-        return made if isinstance(made, Taking) else compiled(made, "aot_eager")
+        return made if isinstance(made, Taking | Overwriting) else compiled(made, "aot_eager")
 
     make = training(block, compile=compile)
     plain = train_plain(make, 5)

@@ -37,11 +37,11 @@ class Compiled:
     def of(cls, node: Any) -> Self | None:
         """That of a node of the backward pass; None for one that cannot be run again, or that we do not know.
 
-        Tensor subclasses are taken apart around the function, effects are put in order by tokens, and CUDA graphs
-        give the same memory in each call.
+        Tensor subclasses are taken apart around the function, effects are put in order by tokens, CUDA graphs give
+        the same memory in each call, and of what it is given only buffers are written to by the function alone.
         """
         place = getattr(type(node), "_forward_cls", None)
-        metadata = getattr(place, "metadata", None)
+        metadata: Any = getattr(place, "metadata", None)
         facts = getattr(metadata, "input_info", None)
         if facts is None or not callable(getattr(place, "compiled_fw", None)) or _has_cuda_graphs():
             return None
@@ -53,7 +53,10 @@ class Compiled:
         )
         if any(wants_more):
             return None
-        return cls(place, len(facts), frozenset(number for number, item in enumerate(facts) if item.mutates_data))
+        written = frozenset(number for number, item in enumerate(facts) if item.mutates_data or item.mutates_metadata)
+        if not written <= {*metadata.static_input_indices} - {*metadata.mutated_inp_runtime_indices}:
+            return None
+        return cls(place, len(facts), written)
 
     @contextmanager
     def seen_by(self, see: See) -> Iterator[None]:
