@@ -564,6 +564,23 @@ def test_compiled_code_by_inductor_trains_to_the_same_bits() -> None:
     assert summaries[-1].offloaded_bytes > 0
 
 
+class Checkpointed(Block):
+    """One whose compiled backward pass draws its dropout once more, by an operator that is given another one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return made
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_checkpoints_may_be_compiled_too(backend: str) -> None:
+    make = training(partial(Checkpointed, 0.2), compile=partial(compiled, backend=backend))
+    plain = train_plain(make, 5)
+    ours, summaries = train_in_session(make, 5, budget="1GiB", policy="vdnn-all")
+    assert ours == plain
+    assert summaries[-1].offloaded_bytes > 0
+
+
 @pytest.mark.parametrize("luck", [0.0, 0.5])
 def test_on_the_engine_of_gpus_too(
     fakes: Callable[..., Fakes],

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.tracing.ops import OpFacts, OpTable, is_of_step
@@ -54,6 +55,11 @@ class Watch(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @property
+    def supports_higher_order_operators(self) -> bool:  # type: ignore[override]
+        """Whether PyTorch may show us operators that are given functions: in compiled code, which is let alone."""
+        return self._watcher.is_inside_compiled
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -71,6 +77,8 @@ class Watch(TorchDispatchMode):
             return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
         facts = self._table[func]
         if not is_of_step(func, facts) or self._watcher.is_inside_compiled:
             return func(*args, **kwargs)
