@@ -240,6 +240,19 @@ def test_modules_are_as_they_were_after_each_step_even_one_that_fails() -> None:
             made.run(1)
 
 
+def test_what_compiled_code_asked_for_counts_until_it_is_over() -> None:
+    built = training()()
+    with outgrow.Session(built.models, built.optimizers, budget="1GiB") as session:
+        for k in range(3):
+            with session.step():
+                built.run(k)
+        assert session.plan is not None
+        trace = session.plan.problem.trace
+    asked = [saved for saved in trace.saved if saved.unpacked and trace.ops[saved.unpacked[-1]].name == COMPILED.name]
+    assert len({saved.unpacked[-1] for saved in asked}) == BLOCKS
+    assert all(saved.released > saved.unpacked[-1] for saved in asked)
+
+
 def test_what_compiled_code_makes_counts() -> None:
     """Live bytes are looked at after every op of the compiled code, in all steps, the first one too."""
     seen: list[int] = []

@@ -722,9 +722,10 @@ def test_a_recipe_that_was_proved_on_a_small_batch_is_proved_anew_on_a_larger_on
     sizes: dict[tuple[int, int], list[int]] = {}  # by kind of step and value
     verify = Recomputer._verify
 
-    def noted(self: Recomputer, entry: Any, first_save: int, *given: Any) -> bool:
-        sizes.setdefault((id(self._verdicts), first_save), []).append(entry.nbytes)
-        return verify(self, entry, first_save, *given)
+    def noted(self: Recomputer, items: Any) -> bool:
+        for item in items:
+            sizes.setdefault((id(self._verdicts), item.first_save), []).append(item.entry.nbytes)
+        return verify(self, items)
 
     lengths = [64, 30, 31, 29, 28, 30, 27, 50, 33, 49, 35, 26]
     budget = budget_for(sequences([64]), 0.7)

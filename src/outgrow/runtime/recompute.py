@@ -258,14 +258,17 @@ class Recomputer:
     def _verify(self, items: Sequence[_Drop]) -> bool:
         """The true values are still there: make them anew and compare, once for each kind of step, if none is larger.
 
-        They are what one call makes. Whether all are the same.
+        They are what one call makes. Whether all are the same. Of what has left for the proof before nothing is said.
         """
+        there = [(item, storage) for item in items if (storage := item.entry.storage) is not None]
+        if not there:
+            return False
+        items = [item for item, _ in there]
         first, *others = items
-        true = [item.entry.storage for item in items]
         try:
             with self._pool.sources_of(first.entry, first.recipe):
                 made = self._replay(first.recipe, [item.recipe.target for item in others])
-            same = [self._is_same(*pair) for pair in zip(made, true, strict=True)]
+            same = [self._is_same(new, true) for new, (_, true) in zip(made, there, strict=True)]
         except OtherOutputs:
             same = [False] * len(items)
         except OutgrowError:  # no room to try
@@ -279,8 +282,8 @@ class Recomputer:
                 self._verdicts.bad.add(item.first_save)
         return all(same)
 
-    def _is_same(self, made: torch.UntypedStorage, true: torch.UntypedStorage | None) -> bool:
-        return true is not None and made.nbytes() == true.nbytes() and self._are_equal(made, true)
+    def _is_same(self, made: torch.UntypedStorage, true: torch.UntypedStorage) -> bool:
+        return made.nbytes() == true.nbytes() and self._are_equal(made, true)
 
     def _are_equal(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
         """Whether two storages of one size hold the same bytes.
