@@ -125,11 +125,11 @@ def test_training_is_the_same_to_the_bit_within_the_budget(kind: str) -> None:
     assert summaries[-1].recompute_seconds > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_plans_change_no_bit(seed: int) -> None:
     make = training_of("batch norm")
     plain = train_plain(make, 5)
-    budget = budget_for(make, 0.65 + 0.1 * seed)
+    budget = budget_for(make, 0.65 + 0.15 * seed)
     ours, summaries = train_in_session(make, 5, budget=budget, policy=RandomDecisions(seed))
     assert ours == plain
     assert max(summary.measured_peak_bytes for summary in summaries) <= budget

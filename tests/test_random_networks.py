@@ -61,8 +61,8 @@ _MOVES_IN_AN_OP = (
 )
 
 
-# 75 by default; of these `make fuzz` tries five times as many.
-EXAMPLES = settings().max_examples * 3 // 4
+# 50 by default; of these `make fuzz` tries five times as many.
+EXAMPLES = settings().max_examples // 2
 
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=EXAMPLES)
