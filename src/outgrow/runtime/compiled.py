@@ -307,9 +307,10 @@ class CompiledCode:
         if self._pool.dropped:
             self._come_here()
             handles = [handle for handle in (item() for item in saved) if handle is not None]
-            for entry in [handle.entry for handle in handles]:
-                if entry is not None and entry in self._pool.dropped:
-                    self._pool.restore(entry)
+            entries = [handle.entry for handle in handles if handle.entry is not None]
+            for entry in entries:
+                if entry in self._pool.dropped:
+                    self._pool.restore(entry, entries)
 
     # --- both ---
 

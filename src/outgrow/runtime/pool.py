@@ -257,14 +257,14 @@ class Pool:
         if self.parked is not None and self.parked.holds(record):
             self.parked.restore(record)
 
-    def restore(self, entry: Entry) -> torch.UntypedStorage:
+    def restore(self, entry: Entry, wanted: Iterable[Entry] = ()) -> torch.UntypedStorage:
         """Make a dropped value anew for its own use, after those of its sources that were dropped too, and theirs.
 
-        What its recipe makes as well comes back with it.
+        What its recipe makes as well comes back with it, as far as it is `wanted` now.
         """
         if entry.storage is None and not self._find_again(entry):
             assert entry.recipe is not None
-            mates = self._mates_of(entry, entry.recipe)
+            mates = self._mates_of(entry, entry.recipe, wanted)
             with self.sources_of(entry, entry.recipe):
                 self._restore_one(entry, mates)
                 for made in (entry, *mates):
@@ -272,11 +272,11 @@ class Pool:
         assert entry.storage is not None
         return entry.storage
 
-    def _mates_of(self, entry: Entry, recipe: Recipe) -> list[Entry]:
-        """Dropped values that the last call of this recipe makes as well."""
+    def _mates_of(self, entry: Entry, recipe: Recipe, wanted: Iterable[Entry]) -> list[Entry]:
+        """Those of `wanted` that were dropped, and that the last call of this recipe makes as well."""
         if not recipe.makes_several:
             return []
-        others = (item for item in self.dropped if item is not entry and item.storage is None)
+        others = dict.fromkeys(item for item in wanted if item is not entry and item.storage is None)
         return [item for item in others if item.recipe is not None and item.recipe.ends_as(recipe)]
 
     @contextmanager
