@@ -209,12 +209,13 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_to_look_through() -> Iterator[None]:
-    """Collections, of which each refusal waits for one, do not look at what libraries made when they were loaded."""
+def few_to_look_through() -> None:
+    """Collections, of which each refusal waits for one, do not look at what libraries made when they were loaded.
+
+    Nor does the next module's collection here, which takes a quarter of a second where it looks at all.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -203,12 +203,10 @@ def narrow_unet(monkeypatch):
     monkeypatch.setattr("outgrow.networks.unet._WIDTHS", (8, 16, 32, 64))
 
 
-# A ResNet-18 for inputs of this size is mostly parameters and gradients, which stay: its least budget is 83%.
-@pytest.mark.parametrize(("network", "batch", "share"), [("resnet-18", "16", 0.86), ("unet", "2", 0.6)])
 @pytest.mark.usefixtures("narrow_unet")
-def test_channels_last_is_the_same_in_a_session_and_plain(result, network, batch, share):
-    command = (network, "--batch", batch, "--image-size", "96", "--momentum", "0", "--channels-last")
-    budget = int(result("plan", *command)["plain_peak_bytes"] * share)
+def test_channels_last_is_the_same_in_a_session_and_plain(result):
+    command = ("unet", "--batch", "2", "--image-size", "96", "--momentum", "0", "--channels-last")
+    budget = int(result("plan", *command)["plain_peak_bytes"] * 0.6)
     plain = result("train", *command, "--steps", "4")
     managed = result("train", *command, "--steps", "4", "--budget", str(budget))
     assert managed["highest_peak_bytes"] <= budget

@@ -150,8 +150,7 @@ def known(request: pytest.FixtureRequest) -> Known:
         return Known(make, train_plain(make, 4), budget_for(make, 0.7) + 2 * CountedRam.LIBRARY_BYTES)
 
 
-@pytest.mark.parametrize("luck", [0.0, 0.5])
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize(("policy", "luck"), [("auto", 0.0), *((policy, 0.5) for policy in POLICIES)], ids=str)
 def test_training_is_plain_training_to_the_bit(
     fakes: Callable[..., Fakes], known: Known, policy: str | Policy, luck: float
 ) -> None:

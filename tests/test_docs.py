@@ -74,10 +74,10 @@ SMALLER = {
         "outgrow compare resnet-18 --batch 64 --image-size 32 --hardware a100-40gb --budgets 80"
     ),
     "outgrow limits resnet-152 --what batch --hardware k40c": (
-        "outgrow limits resnet-18 --what batch --image-size 64 --policy keep --hardware k40c --budget 300MiB"
+        "outgrow limits gpt-2x64 --what batch --image-size 64 --policy keep --hardware k40c --budget 20MiB"
     ),
     "outgrow limits gpt --what depth --batch 8 --hardware v100 --budget 1GiB": (
-        "outgrow limits gpt --what depth --batch 2 --image-size 64 --policy keep --hardware v100 --budget 120MiB"
+        "outgrow limits gpt --what depth --batch 2 --image-size 64 --policy keep --hardware v100 --budget 100MiB"
     ),
     "outgrow train resnet-2504 --data synthetic --batch 16 --image-size 224 --momentum 0 --steps 2 --budget 12GiB": (
         "outgrow train resnet-18 --data synthetic --batch 2 --image-size 32 --momentum 0 --steps 2 --budget 100MiB"

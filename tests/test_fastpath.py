@@ -745,8 +745,7 @@ def in_little_memory(at: int, draws: bool) -> list[Any]:
     return [ops, faults, tuple(losses) == plain.losses, digest(training.models, training.optimizers) == plain.state]
 
 
-@pytest.mark.parametrize("draws", [False, True])
-@pytest.mark.parametrize("at", [3, 4])
+@pytest.mark.parametrize(("at", "draws"), [(3, True), (4, False)])
 def test_where_memory_runs_out_in_an_op_that_passes_it_runs_again(at: int, draws: bool, run_child: RunChild) -> None:
     ops, faults, same_losses, same_state = run_child(in_little_memory, at, draws)
     assert same_losses

@@ -618,7 +618,7 @@ def test_a_step_that_leaves_its_plan() -> None:
     assert_equal_to_plain(supervised(lambda: Looked(None, None), forward), policy=ParkAll(), steps=7)
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.02], ids=["copied", "copy under way"])
+@pytest.mark.parametrize("pause", [0.0, 0.01], ids=["copied", "copy under way"])
 @pytest.mark.parametrize("late", [True, False])
 def test_writes_to_what_is_parked_or_leaving(pause: float, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:

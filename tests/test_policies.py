@@ -116,19 +116,19 @@ def test_a_step_without_a_backward_pass_has_a_plan(name: str) -> None:
 @cache
 def deep() -> Trace:
     def build() -> nn.Module:
-        return nn.Sequential(*(layer for _ in range(1000) for layer in (nn.Linear(16, 16), nn.Tanh())))
+        return nn.Sequential(*(layer for _ in range(500) for layer in (nn.Linear(16, 16), nn.Tanh())))
 
     return traced(build, (64, 16))
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_a_network_of_thousands_of_layers_is_planned_in_seconds(name: str) -> None:
+def test_a_network_of_a_thousand_layers_is_planned_in_seconds(name: str) -> None:
     problem = problem_of(deep(), 0.5)
     started = time.process_time()
     plan = find(name).plan(problem)
     assert plan.offloads
     assert plan.simulate().peak_bytes < plain_profile(problem.trace).peak_bytes
-    assert time.process_time() - started < 10
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -71,7 +71,7 @@ def traced_at(make: Callable[[Sequence[int]], Make], size: int) -> Trace:
 
 @pytest.mark.parametrize("make", [sequences, images])
 @given(sizes=st.lists(st.integers(4, 70), min_size=3, max_size=3, unique=True))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_all_sizes_are_those_of_the_step_itself(make: Callable[[Sequence[int]], Make], sizes: list[int]) -> None:
     near, far, true = (traced_at(make, size) for size in sizes)
     found = resized(near, far, true.packs)

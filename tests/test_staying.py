@@ -224,8 +224,17 @@ def test_when_memory_runs_short_they_leave_all_the_same(
     assert all(summary.measured_peak_bytes <= budget for summary in summaries)
 
 
-@pytest.mark.parametrize(("share", "often"), [(0.6, 0.05), (0.6, 0.9), (2, 0.9)])
-@pytest.mark.parametrize("policy", ["auto", "lru", "checkpoint", ParkAll()], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "share", "often"),
+    [
+        *(("auto", share, often) for share, often in ((0.6, 0.05), (0.6, 0.9), (2, 0.9))),
+        ("lru", 0.6, 0.9),
+        ("checkpoint", 0.6, 0.05),
+        (ParkAll(), 0.6, 0.9),
+        (ParkAll(), 2, 0.9),
+    ],
+    ids=str,
+)
 def test_whenever_that_is_results_are_the_same(
     share: float, policy: Any, often: float, monkeypatch: pytest.MonkeyPatch, shown: list[int]
 ) -> None:
