@@ -18,7 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from conftest import open_files_in
 from outgrow.errors import SpillError
 from outgrow.planning.plan import slot_bytes
-from outgrow.runtime.tiers.disk import Slot, SpillFile
+from outgrow.runtime.tiers.disk import Run, Slot, SpillFile
 
 LARGEST = 300 << 10
 PLANNED_SIZES = (70_001, 4096, 1, 300_000)
@@ -90,10 +90,15 @@ class SpillMachine(RuleBasedStateMachine):
                 self.planned_bytes += slot_bytes(nbytes)
             assert self.spill.plan_area(self.planned_bytes) == self.planned_bytes
 
-    def _write(self, slot: Slot, phase: int) -> Value:
+    def _filled(self, slot: Slot, phase: int) -> Memory:
         self.count += 1
         memory = Memory(slot.nbytes, phase, fill=0xA5)
-        memory.contents = data = pattern(slot.nbytes, self.count)
+        memory.contents = pattern(slot.nbytes, self.count)
+        return memory
+
+    def _write(self, slot: Slot, phase: int) -> Value:
+        memory = self._filled(slot, phase)
+        data = memory.contents
         self.spill.write(slot, memory.address)
         assert memory.contents == data
         assert memory.surroundings_are_untouched
@@ -125,6 +130,29 @@ class SpillMachine(RuleBasedStateMachine):
         self.spill.read(value.slot, memory.address)
         assert memory.contents == value.data
         assert memory.surroundings_are_untouched
+
+    @rule(target=values, nbytes=st.lists(st.integers(1, 20_000), min_size=2, max_size=6), phase=phases)
+    def write_at_once(self, nbytes: list[int], phase: int) -> object:
+        slots = [self.spill.reserve(size) for size in nbytes]
+        run = Run(slots[0])
+        beside = [slots[0], *(slot for slot in slots[1:] if run.takes(slot))]
+        memory = [self._filled(slot, phase) for slot in beside]
+        self.spill.write_run([(slot, part.address) for slot, part in zip(beside, memory, strict=True)])
+        others = [self._write(slot, phase) for slot in slots if slot not in beside]
+        found = [Value(slot, phase, part.contents) for slot, part in zip(beside, memory, strict=True)]
+        self.live += found
+        return multiple(*found, *others)
+
+    @rule(value=values, phase=phases)
+    def read_at_once_with_what_lies_beside(self, value: Value, phase: int) -> None:
+        if not value.slot.is_small:
+            return
+        run = Run(value.slot)
+        beside = [value, *(other for other in self.live if other is not value and run.takes(other.slot))]
+        memory = [Memory(other.slot.nbytes, phase, fill=0x5A) for other in beside]
+        self.spill.read_run([(other.slot, part.address) for other, part in zip(beside, memory, strict=True)])
+        assert [part.contents for part in memory] == [other.data for other in beside]
+        assert all(part.surroundings_are_untouched for part in memory)
 
     @rule(value=consumes(values))
     def release(self, value: Value) -> None:

@@ -121,8 +121,10 @@ class Problem:
             back = unpacks.get(index)
             if value.kind.lasts or value.nbytes < self.least_moved_bytes or back is None:
                 continue
-            before = [tick for tick in ticks if tick < back]
-            if before:
+            # Windows on some of it may have been saved before the last write to the rest.
+            since = self.first_tick_at(value.birth + 1)
+            before = [max(since, tick) for tick in ticks if tick < back]
+            if before and since < back:
                 found.append(Candidate(index, value.nbytes, before[0], before[-1], back, value.held))
         return tuple(found)
 

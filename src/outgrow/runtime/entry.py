@@ -22,8 +22,8 @@ class Entry:
     `record` is the ledger's record of the storage that holds, or last held, the value. `slot` has its bytes once
     a copy out was finished, and `planned_at` is the offset that a plan gave it, if one did; `recipe` makes the value
     anew where it was dropped, and `replay` says what becomes of it when that was done for another value's sake.
-    `serial` and `version` say which contents of which storage it was saved from. `epoch` is the last step that saved
-    it, `saved_index` its number in that step's record.
+    `serial` says which storage it was saved from: all that autograd saved of that is one value, whatever is written
+    to it. `epoch` is the last step that saved it, `saved_index` its number in that step's record.
     """
 
     __slots__ = (
@@ -39,15 +39,13 @@ class Entry:
         "serial",
         "slot",
         "storage",
-        "version",
         "writing",
     )
 
-    def __init__(self, record: StorageRecord, storage: torch.UntypedStorage, version: int) -> None:
+    def __init__(self, record: StorageRecord, storage: torch.UntypedStorage) -> None:
         self.record = record
         self.storage: torch.UntypedStorage | None = storage
         self.serial = record.serial
-        self.version = version
         self.nbytes = record.nbytes
         self.handles = 0
         self.slot: Place | None = None

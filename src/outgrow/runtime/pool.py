@@ -108,7 +108,7 @@ class Pool:
         self._places = places
         self._memory = memory
         self._copies = copies
-        self._entries: dict[tuple[int, int], Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self.recent: OrderedDict[Entry, None] = OrderedDict()
         self._whereabouts = Whereabouts(ledger)
         self._planned = PlannedPlaces(places)
@@ -158,11 +158,10 @@ class Pool:
         What is new to the pool was touched last of all, or longest ago if it `is_oldest`.
         """
         self._unpark(record)
-        key = (record.serial, tensor._version)
-        entry = self._entries.get(key) or self._returned(record, tensor._version)
+        entry = self._entries.get(record.serial) or self._returned(record)
         is_new = entry is None
         if entry is None:
-            entry = self._entries[key] = Entry(record, tensor.untyped_storage(), tensor._version)
+            entry = self._entries[record.serial] = Entry(record, tensor.untyped_storage())
             self._whereabouts.put(entry)
         entry.handles += 1
         self._touch(entry)
@@ -170,9 +169,9 @@ class Pool:
             self.recent.move_to_end(entry, last=False)
         return entry
 
-    def _returned(self, record: StorageRecord, version: int) -> Entry | None:
+    def _returned(self, record: StorageRecord) -> Entry | None:
         """The entry of a value that came back to this storage, or was made anew: gradients' graphs save it again."""
-        return next((entry for entry in self._whereabouts.at(record) if entry.version == version), None)
+        return next(iter(self._whereabouts.at(record)), None)
 
     def drop(self, entry: Entry) -> None:
         """A saved tensor is gone; with the last one the value leaves the pool."""
@@ -182,7 +181,7 @@ class Pool:
             entry.handles -= 1
             if entry.handles > 0:
                 continue
-            self._entries.pop((entry.serial, entry.version), None)
+            self._entries.pop(entry.serial, None)
             self._whereabouts.forget(entry)
             if entry.reading is not None and not entry.reading.done:
                 assert entry.storage is not None

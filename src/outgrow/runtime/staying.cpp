@@ -404,12 +404,10 @@ PyObject* anchor_of(const Stays& self, int64_t value) {
 Share* share_for(Stays& self, PyObject* item, const Expected& next) {
   const at::Tensor& tensor = THPVariable_Unpack(item);
   if (tensor.is_leaf() && tensor.requires_grad()) return nullptr;
-  static const Attribute version_of("version");
   THPObjectPtr anchor(anchor_of(self, next.value));
   THPObjectPtr entry = anchor ? entry_of(anchor) : THPObjectPtr();
   if (!entry || storage_of(entry) != tensor.storage().unsafeGetStorageImpl()) return nullptr;
-  const auto version = static_cast<int64_t>(tensor._version());
-  if (!version_of.is(entry, version) || is_parked(self, tensor.storage().unsafeGetStorageImpl())) return nullptr;
+  if (is_parked(self, tensor.storage().unsafeGetStorageImpl())) return nullptr;
   PyObject* const made = ShareType.tp_alloc(&ShareType, 0);
   if (made == nullptr) return nullptr;
   auto* const share = reinterpret_cast<Share*>(made);
@@ -422,7 +420,7 @@ Share* share_for(Stays& self, PyObject* item, const Expected& next) {
   share->epoch = self.epoch;
   share->number = self.number;
   share->nbytes = static_cast<int64_t>(tensor.nbytes());
-  share->version = version;
+  share->version = static_cast<int64_t>(tensor._version());
   return share;
 }
 

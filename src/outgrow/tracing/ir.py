@@ -126,6 +126,9 @@ class Value:
 class Saved:
     """One saved tensor: a window on a value that autograd packs in forward and unpacks in backward.
 
+    Of a storage that is written to after that it is the value that lies there when it is unpacked, as plain PyTorch
+    finds it then (or raises an error). So it may be packed before its value is born.
+
     `node` is the backward node that unpacks it ("ConvolutionBackward0"), empty if none did. `unpacked` has an
     op for each time that it was unpacked; `released` is the op at which autograd let go of it.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -49,7 +49,7 @@ class _Value:
     birth: int
     held: int = -1
     death: int = -1
-    handles: int = 0
+    handles: dict[int, None] = field(default_factory=dict)  # the saved tensors that autograd has not let go of
     present: bool = True
     varies: bool = False
 
@@ -287,7 +287,7 @@ class Recorder:
             self._blank.pop(value, None)
             if self._values[value].held < 0 and self._values[value].kind in _LET_GO:
                 self._watched[record.serial] = record
-        self._values[value].handles += 1
+        self._values[value].handles[index] = None
         self._saved.append(_Saved(value, nbytes, self._modules.current, now, []))
         self._ticks.append(Tick(Event.PACK, index, now))
         return index
@@ -307,8 +307,8 @@ class Recorder:
         now = len(self._ops) + self._begun
         self._saved[index].released = now
         value = self._values[self._saved[index].value]
-        value.handles -= 1
-        if value.handles == 0 and not value.present and value.death < 0:
+        value.handles.pop(index, None)
+        if not value.handles and not value.present and value.death < 0:
             value.death = now
 
     def died(self, record: StorageRecord) -> None:
@@ -325,7 +325,7 @@ class Recorder:
         value.present = False
         if value.held < 0:
             value.held = now
-        if value.handles == 0:
+        if not value.handles:
             value.death = now
 
     def came_back(self, index: int, record: StorageRecord) -> None:
@@ -439,7 +439,15 @@ class Recorder:
         value.present = False
         self._watched.pop(record.serial, None)
         index = self._new_value(record, value.version + 1, value.kind, now)
-        self._values[index].varies = value.varies
+        changed = self._values[index]
+        changed.varies = value.varies
+        # What autograd saved of it is in the same memory, and is wanted as that is when it is asked for: a write that
+        # counts for it ends in an error then, others are to other parts (chunks) or are meant to be seen (`data`).
+        changed.handles, value.handles = value.handles, {}
+        for saved in changed.handles:
+            self._saved[saved].value = index
+        if changed.handles and changed.kind in _LET_GO:
+            self._watched[record.serial] = record
         return index
 
     def _look_at_holders(self) -> None:

@@ -1,6 +1,7 @@
 """The copy engine of CPU training: one lane to the disk and one back, each a worker thread.
 
 `os.pwrite` and `os.preadv` release the GIL and the disk does the work, so that copies run beside the computation.
+Small values that wait in a lane, and lie beside each other on the disk, are moved at once.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 
 from outgrow.errors import SessionError
 from outgrow.runtime.copies.copy import Copy
 from outgrow.runtime.threads import stacks_of
-from outgrow.runtime.tiers.disk import SpillFile
+from outgrow.runtime.tiers.disk import Run, Slot, SpillFile
 from outgrow.runtime.tiers.place import Place
 
 # A copy needs little.
@@ -56,30 +57,15 @@ class LaneCopy(Copy):
         self._gate.release()
 
 
-class Lane:
+class Lane(ABC):
     """Copies in one direction, first in first out, on one thread that starts with the first copy."""
 
-    def __init__(self, name: str, move: Callable[[Any, int], None], ring: Callable[[], None] = lambda: None) -> None:
-        """`move` copies between a place of the tier that the lane leads to and memory at an address.
-
-        `ring` is called on the lane's thread when a copy is over.
-        """
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._move = move
-        self._ring = ring
         self._queue: SimpleQueue[LaneCopy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._process = os.getpid()
-        self.moved_bytes = 0
-        self.busy_seconds = 0.0
-        self.processor_seconds = 0.0
-
-    def submit(self, slot: Place, address: int) -> Copy:
-        """Ask for a copy between memory at `address` and a slot."""
-        copy = LaneCopy(slot, address)
-        self.hand_over(copy)
-        return copy
 
     def hand_over(self, copy: LaneCopy) -> None:
         """Have the thread make a copy; where there can be none, make it here and now.
@@ -91,17 +77,9 @@ class Lane:
         if os.getpid() != self._process:
             raise SessionError("this process was forked in a step of a session: train in the one that opened it")
         if self._thread is None and (self._closed or not self._start()):
-            self._carry_out(copy)
+            self._carry_out([copy])
         else:
             self._queue.put(copy)
-
-    def bandwidth(self) -> float | None:
-        """Bytes per second over all copies so far; None before there were any worth measuring."""
-        return self.moved_bytes / self.busy_seconds if self.moved_bytes > _WORTH_MEASURING else None
-
-    def cost_per_byte(self) -> float | None:
-        """Seconds of a processor that a copied byte took; None before there were any worth measuring."""
-        return self.processor_seconds / self.moved_bytes if self.moved_bytes > _WORTH_MEASURING else None
 
     def close(self) -> None:
         """Finish what was asked for and end the thread. A copy that is asked for later runs where it is asked."""
@@ -126,21 +104,95 @@ class Lane:
         return True
 
     def _work(self) -> None:
-        while (copy := self._queue.get()) is not None:
-            self._carry_out(copy)
-            del copy
+        ahead: list[LaneCopy | None] = []  # taken out of the queue already
+        while (copy := ahead.pop() if ahead else self._queue.get()) is not None:
+            copies = [copy]
+            self._gather(copies, ahead)
+            self._carry_out(copies)
+            del copy, copies
 
-    def _carry_out(self, copy: LaneCopy) -> None:
+    def _gather(self, copies: list[LaneCopy], ahead: list[LaneCopy | None]) -> None:
+        """Add what waits behind a copy and can be moved along with it. What comes next then may be taken out, too."""
+        run = self._run_of(copies[0])
+        while run is not None and not ahead:
+            try:
+                copy = self._queue.get_nowait()
+            except Empty:
+                return
+            if copy is not None and isinstance(copy.slot, Slot) and run.takes(copy.slot):
+                copies.append(copy)
+            else:
+                ahead.append(copy)
+
+    def _run_of(self, copy: LaneCopy) -> Run | None:
+        """Where others could lie that are moved along with a copy; None if none can be."""
+        return None
+
+    @abstractmethod
+    def _carry_out(self, copies: Sequence[LaneCopy]) -> None:
+        """Make copies, and finish each, well or badly."""
+
+
+class DiskLane(Lane):
+    """Copies between RAM and the disk."""
+
+    def __init__(
+        self,
+        name: str,
+        move: Callable[[Slot, int], None],
+        move_run: Callable[[Sequence[tuple[Slot, int]]], None],
+        ring: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`move` copies between a slot and memory at an address, `move_run` does that for several slots at once.
+
+        `ring` is called on the lane's thread when copies are over.
+        """
+        super().__init__(name)
+        self._move = move
+        self._move_run = move_run
+        self._ring = ring
+        self.moved_bytes = 0
+        self.busy_seconds = 0.0
+        self.processor_seconds = 0.0
+
+    def submit(self, slot: Place, address: int) -> Copy:
+        """Ask for a copy between memory at `address` and a slot."""
+        copy = LaneCopy(slot, address)
+        self.hand_over(copy)
+        return copy
+
+    def bandwidth(self) -> float | None:
+        """Bytes per second over all copies so far; None before there were any worth measuring."""
+        return self.moved_bytes / self.busy_seconds if self.moved_bytes > _WORTH_MEASURING else None
+
+    def cost_per_byte(self) -> float | None:
+        """Seconds of a processor that a copied byte took; None before there were any worth measuring."""
+        return self.processor_seconds / self.moved_bytes if self.moved_bytes > _WORTH_MEASURING else None
+
+    def _run_of(self, copy: LaneCopy) -> Run | None:
+        assert isinstance(copy.slot, Slot)
+        return Run(copy.slot) if copy.slot.is_small else None
+
+    def _carry_out(self, copies: Sequence[LaneCopy]) -> None:
         start, processor = time.perf_counter(), time.thread_time()
+        moves = [(copy.slot, copy.address) for copy in copies if isinstance(copy.slot, Slot)]
         try:
-            self._move(copy.slot, copy.address)
+            if len(moves) == 1:
+                self._move(*moves[0])
+            else:
+                self._move_run(moves)
         except Exception as caught:  # handed to whoever waits for the copy
-            copy.error = caught.with_traceback(None)
+            if len(copies) > 1:
+                for copy in copies:  # each by itself, to tell which of them fail
+                    self._carry_out([copy])
+                return
+            copies[0].error = caught.with_traceback(None)
         else:
             self.busy_seconds += time.perf_counter() - start
             self.processor_seconds += time.thread_time() - processor
-            self.moved_bytes += copy.slot.nbytes
-        copy.finish()
+            self.moved_bytes += sum(slot.nbytes for slot, _ in moves)
+        for copy in copies:
+            copy.finish()
         self._ring()
 
 
@@ -149,8 +201,8 @@ class CpuCopies:
 
     def __init__(self, spill: SpillFile, ring: Callable[[], None] = lambda: None) -> None:
         """`ring` is called when a copy out is over, and its memory can go, on the thread that made it."""
-        self.out = Lane("outgrow-copy-out", spill.write, ring)
-        self.back = Lane("outgrow-copy-in", spill.read)
+        self.out = DiskLane("outgrow-copy-out", spill.write, spill.write_run, ring)
+        self.back = DiskLane("outgrow-copy-in", spill.read, spill.read_run)
 
     def close(self) -> None:
         """Finish all copies and end both threads."""

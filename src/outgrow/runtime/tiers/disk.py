@@ -11,8 +11,10 @@ import errno
 import mmap
 import os
 import tempfile
+import threading
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -24,14 +26,20 @@ from outgrow.units import format_bytes
 
 _Transfer = Callable[[int, "ctypes.Array[ctypes.c_char]", int], int]
 _ASIDE_BYTES = 1 << 20
+# An operation on a disk takes some 80 microseconds, whether it moves 32 KiB or 128: what is smaller than this goes by
+# way of a buffer, along with what lies beside it, until so many bytes are together. (More would be hardly faster, and
+# whoever waits for the first value waits for all.)
+_SMALL_BYTES = 128 << 10
+_RUN_BYTES = 512 << 10
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
 class Slot(Place):
     """A value's place on the disk.
 
-    Direct I/O moves whole aligned blocks: `head` and `tail` are the bytes of a value before its first and after
-    its last aligned address, less than two blocks in all, and stay in RAM.
+    Direct I/O moves whole aligned blocks. Small values go by way of a buffer, and lie in the file from the slot's
+    beginning. Of large ones `head` and `tail` are the bytes before the first and after the last aligned address, less
+    than two blocks in all, and stay in RAM.
     """
 
     __slots__ = ("head", "phase", "tail")
@@ -41,6 +49,49 @@ class Slot(Place):
         self.phase = 0
         self.head = b""
         self.tail = b""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it goes by way of a buffer."""
+        return self.nbytes < _SMALL_BYTES
+
+    @property
+    def end(self) -> int:
+        """Where the next slot may begin."""
+        return self.offset + slot_bytes(self.nbytes)
+
+
+class Run:
+    """Slots that adjoin each other: one operation on the disk moves all of them."""
+
+    __slots__ = ("begin", "end")
+
+    def __init__(self, slot: Slot) -> None:
+        self.begin = slot.offset
+        self.end = slot.end
+
+    def takes(self, slot: Slot) -> bool:
+        """Take one more in, if it adjoins them and is small, as they are."""
+        begin, end = min(self.begin, slot.offset), max(self.end, slot.end)
+        adjoins = slot.end == self.begin or slot.offset == self.end
+        if not (adjoins and slot.is_small and end - begin <= _RUN_BYTES):
+            return False
+        self.begin, self.end = begin, end
+        return True
+
+
+class _Aside:
+    """A buffer that is aligned as direct I/O wants it, for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _ASIDE_BYTES)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[tuple[memoryview, int]]:
+        """The buffer, and its address."""
+        with self._lock, memoryview(self._memory) as view:
+            yield view, ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class SpillFile:
@@ -58,6 +109,8 @@ class SpillFile:
         self._planned_end = 0
         self._end = 0
         self._free: list[tuple[int, int]] = []  # (room, offset), smallest room first
+        self._free_bytes = 0
+        self._out, self._back = _Aside(), _Aside()
 
     def plan_area(self, nbytes: int, used_bytes: int | None = None) -> int:
         """Set the first `nbytes` of the file aside for places that plans fix; asks the disk for them now.
@@ -78,6 +131,7 @@ class SpillFile:
                 raise self._failure(f"setting {format_bytes(aside)} aside", error) from error
         self._planned_end = self._end = nbytes
         self._free.clear()
+        self._free_bytes = 0
         return nbytes
 
     def planned_slot(self, offset: int, nbytes: int) -> Slot:
@@ -90,6 +144,7 @@ class SpillFile:
         for index, (size, offset) in enumerate(self._free):
             if size >= room:
                 del self._free[index]
+                self._free_bytes -= room
                 if size > room:
                     insort(self._free, (size - room, offset + room))
                 return Slot(offset, nbytes, planned=False)
@@ -100,13 +155,19 @@ class SpillFile:
         """Give a place back."""
         if slot.planned:
             return
-        insort(self._free, (slot_bytes(slot.nbytes), slot.offset))
-        if sum(size for size, _ in self._free) == self._end - self._planned_end:
+        room = slot_bytes(slot.nbytes)
+        insort(self._free, (room, slot.offset))
+        self._free_bytes += room
+        if self._free_bytes == self._end - self._planned_end:
             self._free.clear()  # nothing is in use: start anew, without splinters
+            self._free_bytes = 0
             self._end = self._planned_end
 
     def write(self, slot: Slot, address: int) -> None:
         """Copy `slot.nbytes` from memory at `address` to the slot."""
+        if slot.is_small:
+            self.write_run([(slot, address)])
+            return
         first, last = self._aligned(address, slot.nbytes)
         slot.phase = address % self.alignment
         slot.head = ctypes.string_at(address, first - address)
@@ -118,6 +179,9 @@ class SpillFile:
 
     def read(self, slot: Slot, address: int) -> None:
         """Copy the slot's bytes to memory at `address`; fastest where it has the phase that they left with."""
+        if slot.is_small:
+            self.read_run([(slot, address)])
+            return
         first, last = address + len(slot.head), address + slot.nbytes - len(slot.tail)
         try:
             if address % self.alignment == slot.phase:
@@ -129,6 +193,30 @@ class SpillFile:
         ctypes.memmove(address, slot.head, len(slot.head))
         ctypes.memmove(last, slot.tail, len(slot.tail))
 
+    def write_run(self, values: Sequence[tuple[Slot, int]]) -> None:
+        """Copy small values from memory at their addresses to their slots, which are a `Run`."""
+        begin, end = _span(values)
+        with self._out.taken() as (view, start):
+            for slot, address in values:
+                place = slot.offset - begin
+                view[place : place + slot.nbytes] = _memory(address, slot.nbytes)
+            try:
+                self._transfer(os.pwrite, start, start + end - begin, begin)
+            except OSError as error:
+                raise self._failure(f"writing {format_bytes(end - begin)}", error) from error
+
+    def read_run(self, values: Sequence[tuple[Slot, int]]) -> None:
+        """Copy the bytes of slots, which are a `Run`, to memory at their addresses."""
+        begin, end = _span(values)
+        with self._back.taken() as (view, start):
+            try:
+                self._transfer(_pread_into, start, start + end - begin, begin)
+            except OSError as error:
+                raise self._failure(f"reading {format_bytes(end - begin)}", error) from error
+            for slot, address in values:
+                place = slot.offset - begin
+                _memory(address, slot.nbytes)[:] = view[place : place + slot.nbytes]
+
     def close(self) -> None:
         """Close the file, which frees its room on the disk."""
         if self._descriptor >= 0:
@@ -137,17 +225,12 @@ class SpillFile:
 
     def _read_aside(self, first: int, last: int, offset: int) -> None:
         """Read what lies in whole blocks in the file to memory that is aligned otherwise, by way of a buffer."""
-        with mmap.mmap(-1, _ASIDE_BYTES) as aside:
-            window = ctypes.c_char.from_buffer(aside)
-            start = ctypes.addressof(window)
-            try:
-                while first < last:
-                    part = min(last - first, _ASIDE_BYTES)
-                    self._transfer(_pread_into, start, start + part, offset)
-                    ctypes.memmove(first, start, part)
-                    first, offset = first + part, offset + part
-            finally:
-                del window  # else the buffer could not be closed
+        with self._back.taken() as (_, start):
+            while first < last:
+                part = min(last - first, _ASIDE_BYTES)
+                self._transfer(_pread_into, start, start + part, offset)
+                ctypes.memmove(first, start, part)
+                first, offset = first + part, offset + part
 
     def _aligned(self, address: int, nbytes: int) -> tuple[int, int]:
         first = -(-address // self.alignment) * self.alignment
@@ -197,6 +280,15 @@ class SpillFile:
             error.errno or errno.EIO,
             f"{doing} failed on the spill file in {self.directory} ({place}): {reason}. {advice}",
         )
+
+
+def _span(values: Sequence[tuple[Slot, int]]) -> tuple[int, int]:
+    """Where slots that adjoin each other begin and end."""
+    return min(slot.offset for slot, _ in values), max(slot.end for slot, _ in values)
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def _pread_into(descriptor: int, window: ctypes.Array[ctypes.c_char], offset: int) -> int:
