@@ -445,8 +445,22 @@ class Relaxation:
             if index in columns.served:
                 costs[columns.served[index]] = -hardware.copying_costs(item.nbytes)
         costs[list(columns.stall)] = 1.0
-        costs[list(columns.over)] = UNIT / hardware.copy_out_bandwidth + UNIT / hardware.copy_in_bandwidth
+        costs[list(columns.over)] = UNIT * self._evicting_seconds()
         return costs
+
+    def _evicting_seconds(self) -> float:
+        """What a byte costs that the cache sends away and brings back: the device waits, and it is handled as others.
+
+        Which values these are nobody knows: the mean of all that may leave.
+        """
+        hardware = self._problem.hardware
+        nbytes = sum(item.nbytes for item in self._items)
+        latency = 2 * hardware.copy_latency_seconds
+        handled = sum(
+            2 * hardware.copying_costs(item.nbytes) + self._leaving_seconds(index) + latency
+            for index, item in enumerate(self._items)
+        )
+        return 1 / hardware.copy_out_bandwidth + 1 / hardware.copy_in_bandwidth + handled / nbytes
 
     def _copies(self, index: int) -> int:
         """How many copies it takes that an item is away."""
