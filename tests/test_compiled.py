@@ -44,7 +44,7 @@ from test_cuda_session import CountedRam, Fakes, fakes
 __all__ = ["fakes"]  # a fixture
 
 MiB = 1 << 20
-WIDTH, BATCH, BLOCKS = 64, 512, 6
+WIDTH, BATCH, BLOCKS = 64, 512, 4
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
