@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,6 +54,7 @@ class Training:
         return self.losses, digest([self.model])
 
 
+@cache
 def plain() -> tuple[list[float], str]:
     training = Training()
     for _ in range(EPOCHS):

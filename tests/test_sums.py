@@ -224,11 +224,11 @@ def gradients_kept(kept: list[Any]) -> list[torch.Tensor]:
 @given(
     joints=st.lists(
         st.tuples(
-            st.lists(st.tuples(st.integers(0, 5), st.sampled_from(sorted(WAYS))), min_size=1, max_size=4),
+            st.lists(st.tuples(st.integers(0, 5), st.sampled_from(sorted(WAYS))), min_size=1, max_size=3),
             st.sampled_from(WATCHED),
         ),
         min_size=2,
-        max_size=5,
+        max_size=4,
     ),
     policy=st.sampled_from(["auto", "vdnn-all", RecomputeAll(), ParkAll()]),
     share=st.sampled_from([0.6, 0.8, 2.0]),

@@ -119,7 +119,7 @@ class Lane(ABC):
                 copy = self._queue.get_nowait()
             except Empty:
                 return
-            if copy is not None and isinstance(copy.slot, Slot) and run.takes(copy.slot):
+            if copy is not None and run.takes(_slot_of(copy)):
                 copies.append(copy)
             else:
                 ahead.append(copy)
@@ -170,12 +170,12 @@ class DiskLane(Lane):
         return self.processor_seconds / self.moved_bytes if self.moved_bytes > _WORTH_MEASURING else None
 
     def _run_of(self, copy: LaneCopy) -> Run | None:
-        assert isinstance(copy.slot, Slot)
-        return Run(copy.slot) if copy.slot.is_small else None
+        slot = _slot_of(copy)
+        return Run(slot) if slot.is_small else None
 
     def _carry_out(self, copies: Sequence[LaneCopy]) -> None:
         start, processor = time.perf_counter(), time.thread_time()
-        moves = [(copy.slot, copy.address) for copy in copies if isinstance(copy.slot, Slot)]
+        moves = [(_slot_of(copy), copy.address) for copy in copies]
         try:
             if len(moves) == 1:
                 self._move(*moves[0])
@@ -194,6 +194,11 @@ class DiskLane(Lane):
         for copy in copies:
             copy.finish()
         self._ring()
+
+
+def _slot_of(copy: LaneCopy) -> Slot:
+    assert isinstance(copy.slot, Slot)
+    return copy.slot
 
 
 class CpuCopies:

@@ -81,7 +81,10 @@ class Run:
 
 
 class _Aside:
-    """A buffer that is aligned as direct I/O wants it, for one thread at a time."""
+    """A buffer that is aligned as direct I/O wants it, for one thread at a time.
+
+    It is there from the start: where values have to leave there may be no memory for one.
+    """
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _ASIDE_BYTES)
