@@ -132,3 +132,11 @@ def test_it_is_copied_once() -> None:
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
 def test_training_is_plain_training(make: Make, policy: Any) -> None:
     assert_equal_to_plain(make, policy=policy, share=0.7, steps=6)
+
+
+@pytest.mark.parametrize("make", [NETWORKS["gru"], NETWORKS["halves"]], ids=["gru", "halves"])
+def test_what_a_plan_makes_anew_it_does_in_every_step(make: Make) -> None:
+    """What is saved again after a write is known to who makes it anew, also where native code packs it."""
+    _, summaries = train_in_session(make, 8, budget=budget_for(make, 0.7), policy=RecomputeAll())
+    assert len({summary.recomputed_bytes for summary in summaries[2:]}) == 1
+    assert summaries[-1].recomputed_bytes > 0

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import outgrow
 from outgrow.errors import BudgetTooSmall
 from outgrow.planning.plan import Plan, Replay, make_plan
+from outgrow.planning.policies import Policy
 from outgrow.planning.prefetch import with_prefetch
 from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import burst
@@ -27,7 +28,17 @@ from outgrow.runtime.recipes import Recipe
 from outgrow.runtime.runner import Runner
 from outgrow.session.kind import StepKind
 from outgrow.tracing.ops import OpFacts
-from steps import RecomputeAll, Training, budget_for, digest, train_in_session, train_plain, trained_on
+from steps import (
+    RandomDecisions,
+    RecomputeAll,
+    Training,
+    assert_equal_to_plain,
+    budget_for,
+    digest,
+    train_in_session,
+    train_plain,
+    trained_on,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -401,6 +412,50 @@ def test_what_a_recipe_starts_from_may_be_written_to_from_some_step_on(early: bo
 
     summary = assert_same_as_plain(forward)
     assert summary.recomputed_bytes > 0
+
+
+class Scaled(torch.autograd.Function):
+    """Its backward pass writes to what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y)
+        return y * z
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (y,) = ctx.saved_tensors
+        y.data.mul_(0.5)
+        return gradient * y, gradient * 0.7
+
+
+@pytest.mark.parametrize(
+    "policy", [RecomputeAll(), RecomputeAll(Replay.MEMORY), RandomDecisions(0), RandomDecisions(3)]
+)
+@pytest.mark.parametrize("share", [0.65, 0.76, 0.9])
+def test_a_write_to_a_source_that_came_back_is_seen_by_what_is_made_anew_from_it(
+    policy: Policy, share: float
+) -> None:
+    """It lies in other memory than when it was saved."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), nn.Linear(64, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                y = layer(x) * 1.5
+                aside = torch.sin(y)
+                x = Scaled.apply(y, torch.tanh(y)) + aside
+            return self.head(x)
+
+    def loss_of(model: nn.Module, k: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(k)
+        x = torch.randn(64, 64, generator=generator)
+        return F.cross_entropy(model(x), torch.randint(0, 4, (64,), generator=generator))
+
+    assert_equal_to_plain(trained_on(Chain, loss_of), policy=policy, share=share, steps=7)
 
 
 def test_a_batch_norm_in_training_updates_its_statistics_once() -> None:

@@ -23,12 +23,14 @@ class Entry:
     a copy out was finished, and `planned_at` is the offset that a plan gave it, if one did; `recipe` makes the value
     anew where it was dropped, and `replay` says what becomes of it when that was done for another value's sake.
     `serial` says which storage it was saved from: all that autograd saved of that is one value, whatever is written
-    to it. `epoch` is the last step that saved it, `saved_index` its number in that step's record.
+    to it. `is_changed` says that somebody has, since it was saved last. `epoch` is the last step that saved it,
+    `saved_index` its number in that step's record.
     """
 
     __slots__ = (
         "epoch",
         "handles",
+        "is_changed",
         "nbytes",
         "planned_at",
         "reading",
@@ -48,6 +50,7 @@ class Entry:
         self.serial = record.serial
         self.nbytes = record.nbytes
         self.handles = 0
+        self.is_changed = False
         self.slot: Place | None = None
         self.recipe: Recipe | None = None
         self.replay = Replay.SPEED

@@ -164,6 +164,7 @@ class Pool:
             entry = self._entries[record.serial] = Entry(record, tensor.untyped_storage())
             self._whereabouts.put(entry)
         entry.handles += 1
+        entry.is_changed = False
         self._touch(entry)
         if is_new and is_oldest:
             self.recent.move_to_end(entry, last=False)
@@ -201,9 +202,9 @@ class Pool:
         self.dropped.add(entry)
         self._let_go(entry)
 
-    def has_place_in(self, record: StorageRecord) -> bool:
-        """Whether a saved value lies, or last lay, in a storage."""
-        return bool(self._whereabouts.at(record))
+    def values_in(self, record: StorageRecord) -> Sequence[Entry]:
+        """The saved values that lie, or last lay, in a storage."""
+        return self._whereabouts.at(record)
 
     def has_safe_copy(self, entry: Entry) -> bool:
         """Whether the value is not in memory, or has left for the next tier or is on its way there."""
@@ -379,6 +380,7 @@ class Pool:
         `.data`) changes what a plain backward pass would read, and so it must change what ours reads.
         """
         for entry in self._whereabouts.at(record):
+            entry.is_changed = True
             storage = record.storage()
             if storage is None:
                 continue

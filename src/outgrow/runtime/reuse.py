@@ -210,7 +210,7 @@ class Reuser:
             record is not None
             and record.aliases == 0
             and record.serial not in self._kinds
-            and not self._pool.has_place_in(record)
+            and not self._pool.values_in(record)
             and tensor.storage_offset() == 0
             and tensor.numel() * tensor.element_size() == record.nbytes
         )

@@ -407,7 +407,9 @@ Share* share_for(Stays& self, PyObject* item, const Expected& next) {
   THPObjectPtr anchor(anchor_of(self, next.value));
   THPObjectPtr entry = anchor ? entry_of(anchor) : THPObjectPtr();
   if (!entry || storage_of(entry) != tensor.storage().unsafeGetStorageImpl()) return nullptr;
-  if (is_parked(self, tensor.storage().unsafeGetStorageImpl())) return nullptr;
+  // Who makes values anew has to know of what was written to since it was saved last.
+  static const Attribute is_changed("is_changed");
+  if (!is_changed.is(entry, 0) || is_parked(self, tensor.storage().unsafeGetStorageImpl())) return nullptr;
   PyObject* const made = ShareType.tp_alloc(&ShareType, 0);
   if (made == nullptr) return nullptr;
   auto* const share = reinterpret_cast<Share*>(made);
