@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import scipy.optimize  # noqa: F401 - it and the next change the filters of warnings when they are first loaded
@@ -27,8 +27,8 @@ from torch.nn.modules import module as module_hooks
 import outgrow
 from conftest import RunChild, child_command, open_files
 from outgrow import SessionError
-from outgrow.runtime.copies.cpu import Lane
-from outgrow.runtime.tiers.place import Place
+from outgrow.runtime.copies.cpu import DiskLane
+from outgrow.runtime.tiers.disk import Slot
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -255,12 +255,12 @@ def test_a_program_that_never_closes_its_session_ends_by_itself() -> None:
 
 def end_while_a_copy_is_under_way() -> str:
     global left_open
-    left_open = Lane("slow", _copy_slowly)  # what a session is left with that an error ends
-    left_open.submit(cast(Place, None), 0)
+    left_open = DiskLane("slow", _copy_slowly, lambda values: None)  # what a session is left with that an error ends
+    left_open.submit(Slot(0, 1, planned=False), 0)
     return "done"
 
 
-def _copy_slowly(place: Place, address: int) -> None:
+def _copy_slowly(slot: Slot, address: int) -> None:
     time.sleep(0.5)
     print("copied", flush=True)
 
