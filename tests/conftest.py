@@ -28,6 +28,7 @@ import outgrow
 from outgrow.cost import measure
 from outgrow.cost.hardware import Hardware
 from outgrow.planning.policies import auto
+from outgrow.runtime.tiers.disk import Run
 from outgrow.tuning import pace, trial
 
 TESTS = Path(__file__).parent
@@ -216,6 +217,12 @@ def few_to_look_through() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy is an operation on the disk by itself, as those expect who stand in for these."""
+    monkeypatch.setattr(Run, "takes", lambda run, slot: False)
 
 
 @pytest.fixture

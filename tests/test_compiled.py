@@ -637,6 +637,7 @@ def test_what_comes_back_twice_for_compiled_code_counts_once(monkeypatch: pytest
     assert rises() == once
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_waiting_for_copies_is_not_the_time_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     make = training()
     read = SpillFile.read

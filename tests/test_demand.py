@@ -193,6 +193,7 @@ class CopyAll:
         )
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_what_a_plan_still_copies_out_leaves_where_the_program_holds_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     write = SpillFile.write
 
@@ -496,6 +497,7 @@ def test_nothing_is_away_while_an_op_of_another_library_runs(eager: Seen, monkey
 # --- when something goes wrong ---
 
 
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("what", ["error", "write", "read"])
 def test_after_a_fault_everything_is_back_and_the_file_is_empty(
     what: str, eager: Seen, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def are_same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(mine, yours) for mine, yours in pairs)
 
 
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("policy", ["auto", "vdnn-all"])
 def test_a_copy_back_that_somebody_did_not_wait_for_spoils_nothing(
     policy: str, dropped: list[object], monkeypatch: pytest.MonkeyPatch

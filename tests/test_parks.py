@@ -618,6 +618,7 @@ def test_a_step_that_leaves_its_plan() -> None:
     assert_equal_to_plain(supervised(lambda: Looked(None, None), forward), policy=ParkAll(), steps=7)
 
 
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("pause", [0.0, 0.01], ids=["copied", "copy under way"])
 @pytest.mark.parametrize("late", [True, False])
 def test_writes_to_what_is_parked_or_leaving(pause: float, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -659,6 +660,7 @@ def test_writes_to_what_is_parked_or_leaving(pause: float, late: bool, monkeypat
     assert followed or not pause
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_a_wrong_byte_on_the_disk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     read = SpillFile.read
 

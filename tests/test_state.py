@@ -590,6 +590,7 @@ def test_what_hooks_make_beside_gradients_stays(seen: Seen) -> None:
 # --- when something goes wrong ---
 
 
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("what", ["error", "write", "read"])
 def test_after_a_fault_the_state_is_there_or_the_error_says_that_it_is_lost(
     what: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
