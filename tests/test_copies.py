@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,17 +26,17 @@ class Disk:
         self.may_go_on = threading.Event()
         self.begun = threading.Event()
         self.moved: list[list[int]] = []  # by operation, where what it moved lies
-        for name in ("write", "read", "write_run", "read_run"):
-            self._count(name, monkeypatch)
+        for name in ("write", "read"):
+            self._count(name, monkeypatch, lambda slot, address: [slot.offset])
+            self._count(f"{name}_run", monkeypatch, lambda values: [slot.offset for slot, _ in values])
         self.copies = CpuCopies(self.file)
 
-    def _count(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _count(self, name: str, monkeypatch: pytest.MonkeyPatch, offsets: Callable[..., list[int]]) -> None:
         move = getattr(self.file, name)
 
-        def moving(*given: object) -> None:
-            slots = [given[0]] if isinstance(given[0], Slot) else [slot for slot, _ in given[0]]  # type: ignore[attr-defined]
-            if not (name.endswith("_run") and len(slots) == 1):  # else it was counted on its way here
-                self.moved.append([slot.offset for slot in slots])
+        def moving(*given: Any) -> None:
+            if not (name.endswith("_run") and len(given[0]) == 1):  # else it was counted on its way here
+                self.moved.append(offsets(*given))
             self.begun.set()
             self.may_go_on.wait(60)
             move(*given)

@@ -185,14 +185,13 @@ class Recomputer:
                 self._entry_at.pop(contents_of(record), None)
 
     def _save_readers_of(self, record: StorageRecord) -> None:
-        there = frozenset(
-            self._pool.values_in(record)
-        )  # some that came back lie elsewhere than where they were saved
+        # A source that came back lies elsewhere than where it was saved.
+        there = frozenset(self._pool.values_in(record))
         readers = [
             entry
             for entry in self._pool.dropped
             if (recipe := entry.recipe) is not None
-            and (record.serial in recipe.leaves or (there and not there.isdisjoint(recipe.sources.values())))
+            and (record.serial in recipe.leaves or not there.isdisjoint(recipe.sources.values()))
         ]
         for entry in readers:
             if entry.recipe is not None:  # not made anew on behalf of another one
