@@ -30,7 +30,7 @@ from outgrow.runtime.runner import Runner
 from outgrow.runtime.tiers.arena import find_arena
 from outgrow.runtime.tiers.ram import Ram
 from outgrow.runtime.watch import Watch
-from outgrow.tracing.ops import DETACH
+from outgrow.tracing.ops import DETACH, OpFacts
 from steps import (
     ParkAll,
     RecomputeAll,
@@ -70,6 +70,25 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         end(self, followed=followed)
 
     monkeypatch.setattr(FastPath, "end", noted)
+    return found
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The names of the ops that the mode was shown in each step."""
+    found: list[list[str]] = []
+    run, begin = Runner.run, Executor.begin
+
+    def ran(self: Runner, func: Any, facts: OpFacts, *rest: Any) -> Any:
+        found[-1].append(facts.name)
+        return run(self, func, facts, *rest)
+
+    def begun(self: Executor, *args: Any, **kwargs: Any) -> None:
+        found.append([])
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "run", ran)
+    monkeypatch.setattr(Executor, "begin", begun)
     return found
 
 
@@ -192,45 +211,25 @@ def test_where_an_op_has_another_number_in_each_step_the_others_pass_all_the_sam
     assert passed[-1] > LAYERS * 8
 
 
-def test_numbers_that_an_optimizer_reads_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_an_optimizer_reads_pass(shown: list[list[str]]) -> None:
     """Adam asks each parameter's counter of steps for its number."""
-    read: list[int] = []
-    run, begin = Runner.run, Executor.begin
-
-    def ran(self: Runner, func: Any, *rest: Any) -> Any:
-        read[-1] += func is torch.ops.aten._local_scalar_dense.default
-        return run(self, func, *rest)
-
-    def begun(self: Executor, *args: Any, **kwargs: Any) -> None:
-        read.append(0)
-        begin(self, *args, **kwargs)
-
-    monkeypatch.setattr(Runner, "run", ran)
-    monkeypatch.setattr(Executor, "begin", begun)
     assert_equal_and_inside(chain(optimize=lambda parameters: torch.optim.Adam(parameters, foreach=False)))
+    read = [names.count("aten._local_scalar_dense.default") for names in shown]
     assert read[0] >= 2 * LAYERS
     assert read[-1] <= 1  # the loss
 
 
-def test_ops_that_draw_from_the_cpus_generator_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_that_draw_from_the_cpus_generator_pass(shown: list[list[str]]) -> None:
     """Not those that draw from one of the program's; and all draw what they draw in plain PyTorch."""
     own = torch.Generator().manual_seed(3)
-    shown: list[list[str]] = []
-    run = Runner.run
-
-    def noted(self: Runner, func: Any, facts: Any, args: Any, kwargs: Any) -> Any:
-        shown[-1].append(facts.name)
-        return run(self, func, facts, args, kwargs)
 
     def block(x: torch.Tensor, layer: nn.Module, number: int, k: int) -> torch.Tensor:
         if number == 0:
             own.manual_seed(k)
-            shown.append([])
         y = F.dropout(layer(x), 0.2)
         y = y + 0.01 * torch.randn(y.shape) + 0.01 * torch.rand_like(y)
         return y + torch.empty_like(y).normal_(0, 0.01, generator=own)
 
-    monkeypatch.setattr(Runner, "run", noted)
     plain = train_plain(chain(block), STEPS)
     after_plain = torch.get_rng_state()
     ours, _ = train_in_session(chain(block), STEPS, budget=budget_for(chain(block), 0.8), policy="vdnn-all")
@@ -247,6 +246,15 @@ def test_updates_pass(passed: list[int]) -> None:
     assert_equal_and_inside(chain())
     # Each parameter's momentum takes an op of its own, and its step one more.
     assert passed[-1] >= without + 2 * LAYERS
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_updates_over_lists_pass(way: str, shown: list[list[str]]) -> None:
+    """Each is one op over all parameters; what takes next to no memory cannot run out of it half way."""
+    assert_equal_and_inside(chain(optimize=lambda parameters: torch.optim.AdamW(parameters, **{way: True})))
+    over_lists = [sum(name.startswith(("aten._foreach_", "aten._fused_")) for name in names) for names in shown]
+    assert over_lists[0] >= 1
+    assert over_lists[-1] == 0
 
 
 class Waiting(nn.Module):
@@ -435,8 +443,18 @@ def test_after_a_page_fault_gated_ops_need_care(monkeypatch: pytest.MonkeyPatch)
     assert all(opened)
 
 
-@pytest.mark.parametrize("policy", ["vdnn-all", "lru"])
-def test_a_write_past_autograd_to_a_value_that_was_saved_does_not_pass(policy: str) -> None:
+def halve(written: torch.Tensor) -> None:
+    written.mul_(0.5)
+
+
+def halve_over_a_list(written: torch.Tensor) -> None:
+    torch._foreach_mul_([written], 0.5)
+
+
+@pytest.mark.parametrize(("policy", "write"), [("vdnn-all", halve), ("lru", halve), ("vdnn-all", halve_over_a_list)])
+def test_a_write_past_autograd_to_a_value_that_was_saved_does_not_pass(
+    policy: str, write: Callable[[torch.Tensor], None]
+) -> None:
     """The lesson sees the very same op at the same place, writing to a buffer that nobody saved."""
     models: list[Chain] = []
 
@@ -445,7 +463,7 @@ def test_a_write_past_autograd_to_a_value_that_was_saved_does_not_pass(policy: s
         if number == 3:
             time.sleep(0.02)  # what is copied out at once is copied by now
             written = models[-1].scratch if k < 6 else x
-            written.data.mul_(0.5)
+            write(written.data)
         return F.gelu(y)
 
     def make() -> Training:

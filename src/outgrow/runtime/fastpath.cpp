@@ -464,6 +464,15 @@ class Dice {
   std::optional<double> next_double_;
 };
 
+// Whether an op writes to tensors in turn: where it fails, half of them may be done.
+bool writes_to_list(const c10::OperatorHandle& op) {
+  const auto& arguments = op.schema().arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+    return argument.alias_info() != nullptr && argument.alias_info()->isWrite() &&
+           argument.type()->kind() == c10::TypeKind::ListType;
+  });
+}
+
 // Run an op past the mode. False where memory ran out: its arguments are on the stack as they were, and the generator,
 // if it draws, is too.
 bool passes(State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
@@ -477,10 +486,11 @@ bool passes(State& now, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     op.redispatchBoxed(keys - kModes, stack);
     return true;
   } catch (const c10::Error& error) {
-    if (!is_out_of_memory(error.what_without_backtrace())) throw;
+    if (writes_to_list(op) || !is_out_of_memory(error.what_without_backtrace())) throw;
   } catch (const std::bad_alloc&) {
+    if (writes_to_list(op)) throw;
   } catch (const std::runtime_error& error) {
-    if (!is_out_of_memory(error.what())) throw;
+    if (writes_to_list(op) || !is_out_of_memory(error.what())) throw;
   }
   if (dice) dice->put_back();
   stack->resize(below);
@@ -530,6 +540,10 @@ void learn(State& now, const c10::OperatorHandle& op, int64_t first, uint64_t lo
   known = Expected{&op.schema(), look, ops, rise, flags, written, first_bound, now.loose ? bounds : 0};
 }
 
+bool is_followed(const c10::IValue& item) {
+  return !item.isTensor() || followed.count(item.toTensor().storage().unsafeGetStorageImpl());
+}
+
 // Whether an op writes to nothing that anybody follows.
 bool writes_safely(const Expected& next, const torch::jit::Stack& stack, size_t count) {
   if (next.written == 0) return true;
@@ -538,7 +552,8 @@ bool writes_safely(const Expected& next, const torch::jit::Stack& stack, size_t 
     if ((next.written >> i & 1) == 0) continue;
     const c10::IValue& item = stack[stack.size() - count + i];
     if (item.isNone()) continue;
-    if (!item.isTensor() || followed.count(item.toTensor().storage().unsafeGetStorageImpl())) return false;
+    if (item.isList() ? std::any_of(item.toListRef().begin(), item.toListRef().end(), is_followed) : is_followed(item))
+      return false;
   }
   return true;
 }

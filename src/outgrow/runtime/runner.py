@@ -41,6 +41,8 @@ _LOG = logging.getLogger(__name__)
 
 # Ops over lists call one op for each tensor, which count the writes, but not beneath a dispatch mode.
 _LOSES_VERSIONS = "aten._foreach_"
+# A number that each tensor of a list is multiplied with becomes a tensor: the heap has as much where an op passes.
+_ALWAYS_FREE_BYTES = 4 << 10
 
 
 class Runner:
@@ -187,7 +189,7 @@ class Runner:
         elif (
             fast.learns
             and (need.measured or (fast.is_loose and measured is not None and not need.depends_on_data))
-            and not (is_free or parking.looks_out_for(number) or self._wants_care(facts, inputs, outputs))
+            and not (is_free or parking.looks_out_for(number) or self._wants_care(facts, inputs, outputs, rise))
         ):
             self._let_pass(number, facts, rise, [*written, *statistics])
         current.came_to(max(before + rise, ledger.live_bytes))
@@ -203,10 +205,14 @@ class Runner:
                 self._parking.before_write(record)
             self._pool.written(record)
 
-    def _wants_care(self, facts: OpFacts, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-        """Whether ops like this one are never let past the mode."""
+    def _wants_care(
+        self, facts: OpFacts, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], rise_bytes: int
+    ) -> bool:
+        """Whether ops like this one, that took so much, are never let past the mode."""
+        # Where memory runs out half way through a list, that is an error.
+        may_end_half_done = facts.over_lists and bool(facts.writes) and rise_bytes > _ALWAYS_FREE_BYTES
         draws_elsewhere = facts.draws and not all(tensor.is_cpu for tensor in (*inputs, *outputs))
-        is_special = facts.over_lists or facts.sized_by_floats or draws_elsewhere or self._convolutions.seen(facts)
+        is_special = may_end_half_done or facts.sized_by_floats or draws_elsewhere or self._convolutions.seen(facts)
         return is_special or any(map(is_opaque, (*inputs, *outputs)))
 
     def _let_pass(self, number: int, facts: OpFacts, rise_bytes: int, written: Sequence[StorageRecord]) -> None:
