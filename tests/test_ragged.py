@@ -86,10 +86,9 @@ def assert_equal_and_inside(make: Make, steps: int, budget: int, policy: Any = "
         (sequences(ragged(20, 64, 20)), sequences([64]), RecomputeAll()),
         (images(ragged(12, 40, 20)), images([40]), "auto"),
         (images(ragged(12, 40, 20)), images([40]), "vdnn-all"),
-        (images(ragged(12, 40, 20)), images([40]), "superneurons"),
         (images(ragged(12, 40, 20)), images([40]), ParkAll()),
     ],
-    ids=["sequences", "sequences-made-anew", "images", "images-offloaded", "images-superneurons", "images-parked"],
+    ids=["sequences", "sequences-made-anew", "images", "images-offloaded", "images-parked"],
 )
 def test_ragged_batches_follow_the_plan_of_a_larger_one(
     make: Make, largest: Make, policy: Any, outcomes: list[StepOutcome]

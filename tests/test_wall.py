@@ -33,7 +33,7 @@ from outgrow.tracing.ops import facts_of
 from outgrow.tracing.probe import probing
 from steps import digest
 
-STEPS = 4
+STEPS = 3
 SIZE = 128  # height = width of images: with smaller ones Python's own objects fill too much of what a wall leaves
 
 

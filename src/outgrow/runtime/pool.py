@@ -19,6 +19,7 @@ from outgrow.planning.plan import Replay
 from outgrow.planning.recipes import burst
 from outgrow.runtime.copies.copy import Copies, Copy
 from outgrow.runtime.departures import Departures
+from outgrow.runtime.dropped import Dropped
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
@@ -113,7 +114,7 @@ class Pool:
         self._whereabouts = Whereabouts(ledger)
         self._planned = PlannedPlaces(places)
         self._leaving = Departures()
-        self.dropped: set[Entry] = set()
+        self.dropped = Dropped()
         self.parked: Parked | None = None
         self.unknown: Unknown | None = None
         self.maker: Maker | None = None
@@ -199,7 +200,7 @@ class Pool:
         for record in recipe.states:
             self._ledger.follow(record)
         entry.recipe, entry.replay = recipe, replay
-        self.dropped.add(entry)
+        self.dropped.add(entry, recipe)
         self._let_go(entry)
 
     def values_in(self, record: StorageRecord) -> Sequence[Entry]:

@@ -72,12 +72,19 @@ class Shape:
 class Blank:
     """Running statistics that a call updates and does not read: memory like theirs does when it runs again."""
 
-    like: torch.Tensor  # on the meta device
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Blank:
+        """In place of these statistics."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def made(self) -> torch.Tensor:
         """Such memory."""
-        return torch.empty_like(self.like, device=self.device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +220,7 @@ class Cookbook:
             args = (Shape(_on_meta(args[0])), *args[1:])
         # What they become is no recipe's: a value that is made from it has none.
         statistics = {id(tensor) for tensor in updated_statistics(facts, args)}
-        given = [Blank(_on_meta(item), item.device) if id(item) in statistics else item for item in args]
+        given = [Blank.like(item) if id(item) in statistics else item for item in args]
         try:
             kept_args = [self._kept(item, see, before.contents, reads, states) for item in given]
             kept_kwargs = {

@@ -186,14 +186,7 @@ class Recomputer:
 
     def _save_readers_of(self, record: StorageRecord) -> None:
         # A source that came back lies elsewhere than where it was saved.
-        there = frozenset(self._pool.values_in(record))
-        readers = [
-            entry
-            for entry in self._pool.dropped
-            if (recipe := entry.recipe) is not None
-            and (record.serial in recipe.leaves or not there.isdisjoint(recipe.sources.values()))
-        ]
-        for entry in readers:
+        for entry in self._pool.dropped.readers_of(record.serial, self._pool.values_in(record)):
             if entry.recipe is not None:  # not made anew on behalf of another one
                 self._pool.restore(entry)
 
