@@ -77,7 +77,7 @@ class Lane(ABC):
         if os.getpid() != self._process:
             raise SessionError("this process was forked in a step of a session: train in the one that opened it")
         if self._thread is None and (self._closed or not self._start()):
-            self._carry_out([copy])
+            self._carry_out(copy)
         else:
             self._queue.put(copy)
 
@@ -104,37 +104,21 @@ class Lane(ABC):
         return True
 
     def _work(self) -> None:
-        ahead: list[LaneCopy | None] = []  # taken out of the queue already
-        while (copy := ahead.pop() if ahead else self._queue.get()) is not None:
-            copies = [copy]
-            self._gather(copies, ahead)
-            self._carry_out(copies)
-            del copy, copies
+        while (copy := self._next()) is not None:
+            self._carry_out(copy)
+            del copy
 
-    def _gather(self, copies: list[LaneCopy], ahead: list[LaneCopy | None]) -> None:
-        """Add what waits behind a copy and can be moved along with it. What comes next then may be taken out, too."""
-        run = self._run_of(copies[0])
-        while run is not None and not ahead:
-            try:
-                copy = self._queue.get_nowait()
-            except Empty:
-                return
-            if copy is not None and run.takes(_slot_of(copy)):
-                copies.append(copy)
-            else:
-                ahead.append(copy)
-
-    def _run_of(self, copy: LaneCopy) -> Run | None:
-        """Where others could lie that are moved along with a copy; None if none can be."""
-        return None
+    def _next(self) -> LaneCopy | None:
+        """Wait for a copy to make; None where the lane ends."""
+        return self._queue.get()
 
     @abstractmethod
-    def _carry_out(self, copies: Sequence[LaneCopy]) -> None:
-        """Make copies, and finish each, well or badly."""
+    def _carry_out(self, copy: LaneCopy) -> None:
+        """Make a copy, and finish it, well or badly."""
 
 
 class DiskLane(Lane):
-    """Copies between RAM and the disk."""
+    """Copies between RAM and the disk. Small ones that wait, and lie side by side there, are made together."""
 
     def __init__(
         self,
@@ -151,6 +135,7 @@ class DiskLane(Lane):
         self._move = move
         self._move_run = move_run
         self._ring = ring
+        self._ahead: list[LaneCopy | None] = []  # taken out of the queue already
         self.moved_bytes = 0
         self.busy_seconds = 0.0
         self.processor_seconds = 0.0
@@ -169,11 +154,28 @@ class DiskLane(Lane):
         """Seconds of a processor that a copied byte took; None before there were any worth measuring."""
         return self.processor_seconds / self.moved_bytes if self.moved_bytes > _WORTH_MEASURING else None
 
-    def _run_of(self, copy: LaneCopy) -> Run | None:
-        slot = _slot_of(copy)
-        return Run(slot) if slot.is_small else None
+    def _next(self) -> LaneCopy | None:
+        return self._ahead.pop() if self._ahead else super()._next()
 
-    def _carry_out(self, copies: Sequence[LaneCopy]) -> None:
+    def _carry_out(self, copy: LaneCopy) -> None:
+        self._make([copy, *self._beside(copy)])
+
+    def _beside(self, copy: LaneCopy) -> list[LaneCopy]:
+        """What waits behind a copy and can be made along with it. What comes next then may be taken out, too."""
+        found: list[LaneCopy] = []
+        run = Run(_slot_of(copy)) if _slot_of(copy).is_small else None
+        while run is not None:
+            try:
+                other = self._queue.get_nowait()
+            except Empty:
+                break
+            if other is None or not run.takes(_slot_of(other)):
+                self._ahead.append(other)
+                break
+            found.append(other)
+        return found
+
+    def _make(self, copies: Sequence[LaneCopy]) -> None:
         start, processor = time.perf_counter(), time.thread_time()
         moves = [(_slot_of(copy), copy.address) for copy in copies]
         try:
@@ -184,7 +186,7 @@ class DiskLane(Lane):
         except Exception as caught:  # handed to whoever waits for the copy
             if len(copies) > 1:
                 for copy in copies:  # each by itself, to tell which of them fail
-                    self._carry_out([copy])
+                    self._make([copy])
                 return
             copies[0].error = caught.with_traceback(None)
         else:

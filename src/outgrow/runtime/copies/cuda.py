@@ -24,7 +24,6 @@ is ever told of a second stream (`record_stream`), which would put off its reuse
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 
 from outgrow.runtime.copies.copy import Copy
@@ -198,12 +197,8 @@ class HopLane(Lane):
         if self._last is not None:
             self._last.synchronize()
 
-    def _carry_out(self, copies: Sequence[LaneCopy]) -> None:
-        for copy in copies:
-            assert isinstance(copy, HopCopy)
-            self._carry_out_one(copy)
-
-    def _carry_out_one(self, copy: HopCopy) -> None:
+    def _carry_out(self, copy: LaneCopy) -> None:
+        assert isinstance(copy, HopCopy)
         try:
             self._streams.wait(copy.stream, copy.ready)
             self._hop(copy.place, copy.address)
