@@ -22,11 +22,14 @@ from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import burst
 from outgrow.runtime import recompute as recompute_module
 from outgrow.runtime.dice import Dice
+from outgrow.runtime.dropped import Dropped
+from outgrow.runtime.entry import Entry
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recipes import Recipe
 from outgrow.runtime.runner import Runner
 from outgrow.session.kind import StepKind
+from outgrow.tracing.ledger import StorageRecord
 from outgrow.tracing.ops import OpFacts
 from steps import (
     RandomDecisions,
@@ -734,3 +737,21 @@ def test_memory_that_a_recipe_read_goes_with_whoever_had_it() -> None:
                 parameter.data = parameter.data.clone()
             assert all(memory.expired() for memory in old)
         assert session.summary().recomputed_bytes > 0
+
+
+def test_who_is_made_from_what_is_written_is_found_and_nothing_is_held_of_who_was_made_anew() -> None:
+    dropped = Dropped()
+    source, one, other = (Entry(StorageRecord(serial, 0, 64), torch.UntypedStorage(64)) for serial in (1, 2, 3))
+    dropped.add(one, Recipe((2, 0), (), {(1, 0): source, (1, 1): source}, (), frozenset({1})))
+    dropped.add(other, Recipe((3, 0), (), {(2, 0): one}, (), frozenset({2, 4})))
+    assert dropped.readers_of(1, []) == dropped.readers_of(9, [source]) == [one]
+    assert dropped.readers_of(2, [source]) == [other, one]
+    assert dropped.readers_of(4, [one]) == [other]
+    assert dropped.readers_of(3, []) == []
+    dropped.discard(one)
+    dropped.discard(one)
+    assert list(dropped) == [other]
+    assert dropped.readers_of(1, [source]) == []
+    dropped.discard(other)
+    held = [dropped._recipes, dropped._by_leaf, dropped._by_source]
+    assert held == [{}, {}, {}]
