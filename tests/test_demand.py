@@ -24,8 +24,8 @@ from outgrow.planning.parks import gaps, park
 from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.prefetch import with_prefetch
 from outgrow.planning.problem import Problem
-from outgrow.runtime.care import Need
 from outgrow.runtime.demand import Demand
+from outgrow.runtime.need import Need
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.room import Room

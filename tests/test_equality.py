@@ -118,6 +118,27 @@ def test_windows_larger_than_the_maps_hold_the_budget_from_the_first_step() -> N
     assert_equal_to_plain(supervised(build), share=0.2)
 
 
+def test_windows_of_one_channel_each_hold_the_budget_from_the_first_step() -> None:
+    """Where channels come last the gradient of such a weight is summed up in up to 256 times its own bytes."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 64, 3, padding=1),
+            nn.Conv2d(64, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3, padding=1),
+            nn.MaxPool2d(4),
+            *[nn.Conv2d(64, 64, 7, padding=3, groups=64) for _ in range(4)],
+            nn.Flatten(),
+            nn.Linear(1024, 10),
+        ).to(memory_format=torch.channels_last)
+
+    def forward(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        return model(x.contiguous(memory_format=torch.channels_last))
+
+    assert_equal_to_plain(supervised(build, forward, shape=(16, 3, 16, 16)), share=0.7)
+
+
 def test_channels_last() -> None:
     def build() -> nn.Module:
         return conv_net().to(memory_format=torch.channels_last)

@@ -20,9 +20,10 @@ from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.policies.auto import Auto
 from outgrow.planning.policies.cache import Lru
 from outgrow.planning.problem import Problem
-from outgrow.runtime.care import Need, Precedent
+from outgrow.runtime.care import Precedent
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.need import Need
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recompute import Recomputer
 from outgrow.session.kind import StepKind

@@ -27,8 +27,9 @@ from outgrow.networks import find
 from outgrow.planning.plan import Plan
 from outgrow.planning.workspaces import costed
 from outgrow.runtime.calls import Calls
-from outgrow.runtime.care import Need, OpNeeds
+from outgrow.runtime.care import OpNeeds
 from outgrow.runtime.convolutions import Convolutions
+from outgrow.runtime.need import Need
 from outgrow.runtime.room import Room
 from outgrow.runtime.tiers.memory import Request
 from outgrow.tracing.convolution import Convolution

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from outgrow.runtime.care import Need
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
+from outgrow.runtime.need import Need
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.threads import run_on_new_thread
 from outgrow.runtime.tiers.memory import DeviceMemory, Request, Scattered

@@ -19,7 +19,6 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from outgrow.errors import DeviceOutOfMemory
-from outgrow.runtime.care import Need
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.fastpath import FastPath
@@ -27,6 +26,7 @@ from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.forwards import Compiled, Forward
 from outgrow.runtime.handles import Handle
 from outgrow.runtime.interrupts import Interrupts
+from outgrow.runtime.need import Need
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.recipes import Given, Snapshot, given_before
 from outgrow.runtime.recompute import Recomputer

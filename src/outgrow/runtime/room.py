@@ -6,10 +6,10 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from outgrow.runtime.care import Need
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.handles import node_that_unpacks
+from outgrow.runtime.need import Need
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers.memory import DeviceMemory

@@ -11,7 +11,7 @@ import torch
 
 from outgrow.errors import OutgrowError
 from outgrow.runtime.calls import Calls
-from outgrow.runtime.care import NOTHING, Need, OpNeeds, Precedent
+from outgrow.runtime.care import OpNeeds, Precedent
 from outgrow.runtime.compiled import CompiledCode
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.current import CurrentStep
@@ -19,6 +19,7 @@ from outgrow.runtime.demand import Demand
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.hooks import Hooks
 from outgrow.runtime.interrupts import Interrupts
+from outgrow.runtime.need import NOTHING, Need
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Recomputer
