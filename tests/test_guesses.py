@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +11,8 @@ from outgrow.runtime.guesses import guess
 from outgrow.tracing.ops import facts_of
 from outgrow.tracing.probe import measured_call
 
-FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+aten = torch.ops.aten
+FORWARD, BACKWARD = aten.convolution.default, aten.convolution_backward.default
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,8 +95,55 @@ def test_convolutions(name: str) -> None:
 
 
 @pytest.mark.parametrize("values", [torch.zeros(()), torch.zeros(1000)], ids=["one for all", "each its own"])
-@pytest.mark.parametrize("func", [torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default])
-def test_writes_where_a_mask_says(func: Callable[..., Any], values: torch.Tensor) -> None:
+@pytest.mark.parametrize("func", [aten.index_put_.default, aten.index_put.default])
+def test_writes_where_a_mask_says(func: Any, values: torch.Tensor) -> None:
     mask = torch.zeros(200, 100, dtype=torch.bool)
     mask.view(-1)[::20] = True
     assert_enough(func, (torch.zeros(200, 100), [mask], values))
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.rand(shape).to(dtype)
+
+
+def positions(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 100, shape)
+
+
+X, HALF, DOUBLE, MASK = (200, 300), torch.bfloat16, torch.float64, numbers(200, 300) > 0.1
+OTHERS = {
+    "trues counted": (aten.sum.default, MASK),
+    "trues counted in rows": (aten.sum.dim_IntList, MASK, [1]),
+    "small whole numbers summed up": (aten.cumsum.default, positions(*X).to(torch.int8), 1),
+    "the fifth": (aten.kthvalue.default, numbers(*X), 5),
+    "picked by a mask": (aten.masked_select.default, numbers(*X), MASK),
+    "a gradient picked by a mask": (aten.masked_scatter_backward.default, numbers(*X), MASK, [200, 300]),
+    "indexed by a mask": (aten.index.Tensor, numbers(*X), [MASK]),
+    "positions": (aten.nonzero.default, MASK),
+    "positions of numbers": (aten.nonzero.default, numbers(*X)),
+    "rows that differ": (aten.unique_dim.default, positions(500, 4), 0),
+    "half precision summed up in place": (
+        *(aten.scatter_add_.default, numbers(*X, dtype=HALF), 1, positions(200, 50), numbers(200, 50, dtype=HALF)),
+    ),
+    "half precision written in place": (aten.scatter_.value, numbers(*X, dtype=HALF), 1, positions(200, 1), 1.0),
+    "half precision averaged": (aten.mean.dim, numbers(16, 4, 64, 64, dtype=HALF), [1]),
+    "a smaller float added": (aten.add_.Tensor, numbers(*X), numbers(*X, dtype=HALF)),
+    "a larger float multiplied with": (aten.mul_.Tensor, numbers(*X), numbers(*X, dtype=DOUBLE)),
+    "floats of two sizes": (aten.add.Tensor, numbers(*X), numbers(*X, dtype=DOUBLE)),
+    "powers of matrices": (aten.linalg_matrix_exp.default, numbers(8, 64, 64)),
+    "grids": (aten.affine_grid_generator.default, numbers(8, 2, 3), [8, 3, 32, 32], False),
+    "products of three": (
+        *(aten._trilinear.default, numbers(32, 64), numbers(16, 64, 64), numbers(32, 64)),
+        *([1, 3], [0], [1, 2], [2, 3]),
+    ),
+    "the same for a gradient": (
+        *(aten._trilinear.default, numbers(32, 16), numbers(16, 64, 64), numbers(32, 64)),
+        *([2, 3], [0], [1, 2], [1, 3]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others(name: str) -> None:
+    func, *args = OTHERS[name]
+    assert_enough(func, tuple(args))

@@ -7,6 +7,7 @@ what PyTorch and its libraries were seen to take.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -16,37 +17,137 @@ from outgrow.runtime.convolution_guesses import ConvolutionCall, transformed_on_
 from outgrow.runtime.need import Need
 from outgrow.tracing.ops import OpFacts, nbytes_of, outputs_of, parts_of, tensors_in
 
-_WRITES_AT_POSITIONS = ("aten.index_put", "aten._index_put_impl")
+_COUNT_BYTES = torch.int64.itemsize
 
 
 def guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], extra: int) -> Need:
     """What a call may need. `extra` is what its library takes at first sight, where that is refused nothing."""
     tensors = tensors_in(args, kwargs)
     results = _results(func, facts, args, kwargs)
-    made = None if results is None else sum(results)
-    if made is None and any(map(parts_of, tensors)) and "to_dense" not in facts.name:
-        # Indices are sorted: both they and the values lie there in either order for a while.
-        read = 3 * sum(map(_bytes_of_parts, tensors))
-    else:
-        read = sum(map(nbytes_of, tensors))
-    if made is None or results is None:
+    read = _read_bytes(facts.name, tensors, has_known_results=results is not None)
+    if results is None:
+        read += _more_where_data_decides(facts.name, tensors, read)
         return Need(0, read + extra, measured=False, depends_on_data=True)
+    made = sum(results)
+    more = _more_on_cpu(facts, args, tensors, made)
     if facts.writes:
-        return Need(made, made + _positions_bytes(facts.name, args), measured=False)
-    workspace = _workspace(facts.name, read, made)
+        return Need(made, made + more, measured=False)
     convolution = ConvolutionCall.of(func, args)
     if convolution is not None and convolution.x.device.type == "cpu":
         workspace = workspace_on_cpu(convolution, made)
-    if facts.name.startswith("aten.masked_scatter"):  # counts, in 64 bits, what the mask picks
-        workspace += torch.int64.itemsize * max(tensor.numel() for tensor in tensors)
+    else:
+        workspace = _workspace(facts.name, read, made) + more
     if extra:  # a library that is refused nothing: what it takes beyond this passes the budget
         transformed = 0 if convolution is None else transformed_on_gpu(convolution)
         workspace = 2 * max(workspace, transformed) + extra
     return Need(made + _scratch_bytes(func, args), made + workspace, measured=False, made=results)
 
 
+def _read_bytes(name: str, tensors: Sequence[torch.Tensor], *, has_known_results: bool) -> int:
+    """What is read, each number as large as the largest kind of floats among them."""
+    if not has_known_results and any(map(parts_of, tensors)) and "to_dense" not in name:
+        # Indices are sorted: both they and the values lie there in either order for a while.
+        return 3 * sum(map(_bytes_of_parts, tensors))
+    widest = _widest(tensors)
+    return sum(
+        nbytes_of(tensor) * (widest // tensor.itemsize if tensor.dtype.is_floating_point else 1) for tensor in tensors
+    )
+
+
+def _widest(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the largest kind of floats among tensors; 0 if there are none."""
+    return max((tensor.itemsize for tensor in tensors if tensor.dtype.is_floating_point), default=0)
+
+
+def _workspace(name: str, read: int, made: int) -> int:
+    """More than what the allocator was seen to give out inside most ops."""
+    if "convolution" in name:
+        return read + made
+    if "rnn" in name or "lstm" in name or "gru" in name:  # gates of all time steps
+        return 32 * made
+    return 2 * read + made  # bfloat16 operands are widened, reductions keep partial results
+
+
+def _bytes_of_parts(tensor: torch.Tensor) -> int:
+    """What a tensor takes: of a sparse one the tensors that it is made of, not all of its zeros."""
+    return sum(map(nbytes_of, parts_of(tensor) or (tensor,)))
+
+
+# --- what some take on a CPU beside that (seen in PyTorch 2.11 and 2.13) ---
+
+
+def _are_on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
+
+
+def _more_where_data_decides(name: str, tensors: Sequence[torch.Tensor], read: int) -> int:
+    """What they take whose results have sizes that nobody knows, beside as much as they read: `read` bytes."""
+    return 2 * read + _positions_bytes(tensors, of_all="nonzero" in name) if _are_on_cpu(tensors) else 0
+
+
+def _more_on_cpu(facts: OpFacts, args: Sequence[Any], tensors: Sequence[torch.Tensor], made: int) -> int:
+    """What they take beside `_workspace`, or in place of that where they write."""
+    if not tensors or not _are_on_cpu(tensors):
+        return 0
+    name = facts.name.removeprefix("aten.").lstrip("_").split(".")[0].removesuffix("_")
+    if name.startswith("index_put"):
+        return _positions_bytes([index for index in args[1] if index is not None])
+    numbers = max(tensor.numel() for tensor in tensors)
+    if name in ("sum", "prod", "cumsum", "cumprod"):  # of whole numbers: in 64 bits
+        return 0 if tensors[0].dtype.is_floating_point else _COUNT_BYTES * numbers
+    if name.startswith(("kthvalue", "masked_scatter")):  # positions; how many the mask has picked so far
+        return _COUNT_BYTES * numbers
+    if name == "linalg_matrix_exp":  # as many powers as the numbers ask for
+        return 16 * made
+    if name == "trilinear":
+        return _product_bytes(*args[:7])
+    if name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce"):
+        return torch.float32.itemsize * tensors[0].numel() if tensors[0].itemsize == 2 else 0  # sums
+    if facts.writes and name != "copy":
+        return _converted_bytes(tensors)
+    return made if any(tensor.itemsize == 2 for tensor in tensors) or name == "affine_grid_generator" else 0
+
+
+def _positions_bytes(tensors: Sequence[torch.Tensor], *, of_all: bool = False) -> int:
+    """The positions that masks stand for, in 64 bits for each of their dimensions."""
+    masks = [tensor for tensor in tensors if of_all or tensor.dtype in (torch.bool, torch.uint8)]
+    return sum(_COUNT_BYTES * mask.numel() * mask.dim() for mask in masks)
+
+
+def _converted_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Copies of operands that are smaller floats than others, as large ones; and the result, if it is one of them."""
+    widest = _widest(tensors)
+
+    def copied(tensor: torch.Tensor) -> int:
+        return tensor.numel() if tensor.dtype.is_floating_point and tensor.itemsize < widest else 0
+
+    return widest * (copied(tensors[0]) + sum(map(copied, tensors)))
+
+
+def _product_bytes(
+    one: torch.Tensor,
+    two: torch.Tensor,
+    three: torch.Tensor,
+    expand_one: Sequence[int],
+    expand_two: Sequence[int],
+    expand_three: Sequence[int],
+    sums: Sequence[int],
+) -> int:
+    """The products of the first two tensors of three, where nothing is summed up before the third comes."""
+
+    def sides(tensor: torch.Tensor, expand: Sequence[int]) -> list[int]:
+        shape = list(tensor.shape)
+        for place in sorted(expand):
+            shape.insert(place, 1)
+        return shape
+
+    pairs = zip(sides(one, expand_one), sides(two, expand_two), strict=True)
+    summed = set(sums) & set(expand_three)
+    return one.itemsize * prod(max(pair) for place, pair in enumerate(pairs) if place not in summed)
+
+
 def _scratch_bytes(func: Any, args: Sequence[Any]) -> int:
-    """What batch norm's backward pass takes on a CPU beside its results (seen in PyTorch 2.11 and 2.13).
+    """What batch norm's backward pass takes beside its results.
 
     As much as the input, where both that and the gradient that it is given are contiguous, or both are channels last.
     """
@@ -61,26 +162,7 @@ def _scratch_bytes(func: Any, args: Sequence[Any]) -> int:
     return nbytes_of(x) if is_alike and is_laid_out else 0
 
 
-def _positions_bytes(name: str, args: Sequence[Any]) -> int:
-    """The positions that a mask stands for, in 64 bits for each of its dimensions, where it says what to write to."""
-    if not name.startswith(_WRITES_AT_POSITIONS):
-        return 0
-    masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    return sum(torch.int64.itemsize * mask.numel() * mask.dim() for mask in masks)
-
-
-def _bytes_of_parts(tensor: torch.Tensor) -> int:
-    """What a tensor takes: of a sparse one the tensors that it is made of, not all of its zeros."""
-    return sum(map(nbytes_of, parts_of(tensor) or (tensor,)))
-
-
-def _workspace(name: str, read: int, made: int) -> int:
-    """More than what the allocator was seen to give out inside such ops on a CPU, but for convolutions."""
-    if "convolution" in name:
-        return read + made
-    if "rnn" in name or "lstm" in name or "gru" in name:  # gates of all time steps
-        return 32 * made
-    return 2 * read + made  # bfloat16 operands are widened, reductions keep partial results
+# --- results ---
 
 
 def _results(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
