@@ -29,7 +29,7 @@ def guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, A
         read += _more_where_data_decides(facts.name, tensors, read)
         return Need(0, read + extra, measured=False, depends_on_data=True)
     made = sum(results)
-    more = _more_on_cpu(facts, args, tensors, made)
+    more = _more(facts, args, tensors, made)
     if facts.writes:
         return Need(made, made + more, measured=False)
     convolution = ConvolutionCall.of(func, args)
@@ -73,7 +73,7 @@ def _bytes_of_parts(tensor: torch.Tensor) -> int:
     return sum(map(nbytes_of, parts_of(tensor) or (tensor,)))
 
 
-# --- what some take on a CPU beside that (seen in PyTorch 2.11 and 2.13) ---
+# --- what some take beside that, mostly on a CPU (seen in PyTorch 2.11 and 2.13) ---
 
 
 def _are_on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
@@ -85,17 +85,19 @@ def _more_where_data_decides(name: str, tensors: Sequence[torch.Tensor], read: i
     return 2 * read + _positions_bytes(tensors, of_all="nonzero" in name) if _are_on_cpu(tensors) else 0
 
 
-def _more_on_cpu(facts: OpFacts, args: Sequence[Any], tensors: Sequence[torch.Tensor], made: int) -> int:
+def _more(facts: OpFacts, args: Sequence[Any], tensors: Sequence[torch.Tensor], made: int) -> int:
     """What they take beside `_workspace`, or in place of that where they write."""
+    name = facts.name.removeprefix("aten.").lstrip("_").split(".")[0].removesuffix("_")
+    numbers = max((tensor.numel() for tensor in tensors), default=0)
+    if name.startswith("masked_scatter"):  # how many the mask has picked so far
+        return _COUNT_BYTES * numbers
     if not tensors or not _are_on_cpu(tensors):
         return 0
-    name = facts.name.removeprefix("aten.").lstrip("_").split(".")[0].removesuffix("_")
     if name.startswith("index_put"):
         return _positions_bytes([index for index in args[1] if index is not None])
-    numbers = max(tensor.numel() for tensor in tensors)
     if name in ("sum", "prod", "cumsum", "cumprod"):  # of whole numbers: in 64 bits
         return 0 if tensors[0].dtype.is_floating_point else _COUNT_BYTES * numbers
-    if name.startswith(("kthvalue", "masked_scatter")):  # positions; how many the mask has picked so far
+    if name == "kthvalue":  # positions
         return _COUNT_BYTES * numbers
     if name == "linalg_matrix_exp":  # as many powers as the numbers ask for
         return 16 * made
