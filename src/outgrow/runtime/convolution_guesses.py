@@ -17,6 +17,7 @@ from outgrow.cost.workspaces import most_bytes
 from outgrow.tracing.convolution import FORWARD, Convolution, convolution_shape
 from outgrow.tracing.ops import nbytes_of
 
+_FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 # Twice that are kept free for what cuDNN may transform: with more it would not be the fast way.
 _MOST_TRANSFORMED_BYTES = 3 << 29
 # PyTorch's own ways, which multiply all patches of an image, laid out as columns.
@@ -41,12 +42,12 @@ class ConvolutionCall(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: Sequence[Any]) -> ConvolutionCall | None:
-        """None for other operators, and of other layouts."""
+        """None for other operators, for other layouts, and where some arguments have names."""
         gradient: torch.Tensor | None = None
-        if func is torch.ops.aten.convolution_backward.default:
-            gradient, *args = args
-        elif func is not torch.ops.aten.convolution.default:
+        if func not in (_FORWARD, _BACKWARD) or len(args) != len(func._schema.arguments):
             return None
+        if func is _BACKWARD:
+            gradient, *args = args
         x, weight, _, *how = args
         return cls(x, weight, gradient, *how) if x.layout is weight.layout is torch.strided else None
 

@@ -94,14 +94,14 @@ def _more(facts: OpFacts, args: Sequence[Any], tensors: Sequence[torch.Tensor], 
     if not tensors or not _are_on_cpu(tensors):
         return 0
     if name.startswith("index_put"):
-        return _positions_bytes([index for index in args[1] if index is not None])
+        return _positions_bytes(tensors[1:])
     if name in ("sum", "prod", "cumsum", "cumprod"):  # of whole numbers: in 64 bits
         return 0 if tensors[0].dtype.is_floating_point else _COUNT_BYTES * numbers
     if name == "kthvalue":  # positions
         return _COUNT_BYTES * numbers
     if name == "linalg_matrix_exp":  # as many powers as the numbers ask for
         return 16 * made
-    if name == "trilinear":
+    if name == "trilinear" and len(args) >= 7:
         return _product_bytes(*args[:7])
     if name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce"):
         return torch.float32.itemsize * tensors[0].numel() if tensors[0].itemsize == 2 else 0  # sums
