@@ -580,6 +580,20 @@ def test_an_op_that_grew_does_not_pass_and_the_budget_holds() -> None:
     assert_equal_and_inside(chain(block), policy="lru")
 
 
+def test_an_op_that_grew_by_the_order_of_its_list_does_not_pass() -> None:
+    """Which dimension an index is for is said by where there is none."""
+    picked, table = torch.arange(48), torch.randn(64, 8 * BATCH)
+
+    def block(x: torch.Tensor, layer: nn.Module, number: int, k: int) -> torch.Tensor:
+        y = F.gelu(layer(x))
+        if number == LAYERS - 1:
+            index = [picked, None] if k >= 6 else [None, picked]
+            y = y + torch.ops.aten.index.Tensor(table, index)[0, 0]
+        return y
+
+    assert_equal_and_inside(chain(block), policy="lru")
+
+
 def test_where_a_step_is_another_one_its_results_are_too() -> None:
     def block(x: torch.Tensor, layer: nn.Module, number: int, k: int) -> torch.Tensor:
         y = F.gelu(layer(x))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from outgrow.runtime.care import OpNeeds
 from outgrow.runtime.guesses import guess
-from outgrow.tracing.ops import facts_of
+from outgrow.tracing.ops import facts_of, nbytes_of
 from outgrow.tracing.probe import measured_call
 
 aten = torch.ops.aten
@@ -147,3 +149,36 @@ OTHERS = {
 def test_others(name: str) -> None:
     func, *args = OTHERS[name]
     assert_enough(func, tuple(args))
+
+
+def test_where_data_decides_a_guess_is_for_the_first_time() -> None:
+    """From then on it is what was seen at most, or what the op reads: all of that may be picked one day."""
+    needs, func = OpNeeds(), aten.index.Tensor
+    few, read = MASK.clone().fill_(False), nbytes_of(numbers(*X)) + nbytes_of(MASK)
+
+    def likely() -> int:
+        return needs.before(func, facts_of(func), (numbers(*X), [few]), {})[1].likely_bytes
+
+    assert likely() >= 2 * read
+    signature, _ = needs.before(func, facts_of(func), (numbers(*X), [few]), {})
+    needs.measured(signature, 1000)
+    assert likely() == read
+    needs.measured(signature, 3 * read)
+    needs.measured(signature, 1000)
+    assert likely() == 3 * read
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (aten.mul_.Tensor, numbers(*X), torch.tensor(2.0, dtype=DOUBLE)),
+        (aten.masked_fill_.Tensor, numbers(*X, dtype=HALF), MASK, torch.tensor(0.0)),
+        (aten._foreach_mul_.Tensor, [numbers(*X, dtype=HALF)] * 4, torch.tensor(2.0)),
+        (aten._amp_foreach_non_finite_check_and_unscale_.default, [numbers(*X)], numbers(1), numbers(1)),
+        (aten.sum.default, torch.zeros(X, dtype=torch.complex64)),
+    ],
+    ids=lambda args: str(args[0]),
+)
+def test_what_converts_nothing_is_not_guessed_to(args: tuple[Any, ...]) -> None:
+    func, *given = args
+    assert guess(func, facts_of(func), given, {}, 0).likely_bytes <= 2 * 8 * prod(X) + 64

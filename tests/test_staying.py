@@ -325,6 +325,37 @@ def test_an_update_between_two_backward_passes_is_refused_as_in_plain_pytorch(ov
                 step(session)
 
 
+def scale_after_the_fact(written: list[torch.Tensor]) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_(written, torch.zeros(1), torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        scale_after_the_fact,  # counts nothing
+        lambda written: torch._foreach_mul_(written, 2),
+        lambda written: torch.ops.aten.unbind_copy.int_out(torch.ones(2, 32), 0, out=written),
+        lambda written: torch.split_with_sizes_copy(torch.ones(64), [32, 32], out=written),
+    ],
+    ids=["unscale", "foreach", "unbind_copy", "split_with_sizes_copy"],
+)
+def test_writes_to_lists_are_counted_as_in_plain_pytorch(write: Callable[[list[torch.Tensor]], object]) -> None:
+    written = [torch.ones(32), torch.ones(32)]
+    model = nn.Linear(32, 32)
+
+    def step() -> list[int]:
+        before = [tensor._version for tensor in written]
+        write(written)
+        model(torch.ones(4, 32)).sum().backward()
+        return [tensor._version - count for tensor, count in zip(written, before, strict=True)]
+
+    plain = step()
+    with outgrow.Session(model, budget="1GiB", policy="lru") as session:
+        for _ in range(STEPS):
+            with session.step():
+                assert step() == plain
+
+
 @pytest.mark.parametrize("share", [0.9, 2])
 def test_a_write_past_autograd_changes_gradients_as_in_plain_pytorch(share: float) -> None:
     def make() -> Training:

@@ -106,8 +106,8 @@ class OpNeeds:
         if known is not None and known.is_open:
             return False
         if known is not None and known.depends_on_data:
-            most = max(known.likely_bytes, rise_bytes)
-            self._needs[signature] = Need(0, most, measured=False, depends_on_data=True, seen=True)
+            most = max(known.floor_bytes, rise_bytes, known.likely_bytes if known.seen else 0)
+            self._needs[signature] = replace(known, likely_bytes=most, seen=True)
             return False
         if known is not None and not known.seen and rise_bytes > known.likely_bytes > _LITTLE:
             family = _family(signature)

@@ -92,7 +92,7 @@ def transformed_on_gpu(call: ConvolutionCall) -> int:
 
 def _filled(nbytes: int, channels: int, itemsize: int = 4) -> int:
     """Bytes of so many channels, filled up to whole blocks: oneDNN works on as many at a time as a register has."""
-    block = (64 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 32) // itemsize
+    block = (64 if torch.cpu._is_avx512_supported() else 32) // itemsize
     return nbytes * -(-channels // block) * block // max(1, channels)
 
 

@@ -33,7 +33,7 @@ class Dropped:
         return entry in self._recipes
 
     def add(self, entry: Entry, recipe: Recipe) -> None:
-        """A value was let go of, which `recipe` makes anew."""
+        """A value that is not among them was let go of, which `recipe` makes anew."""
         self._recipes[entry] = recipe
         for serial in recipe.leaves:
             self._by_leaf.setdefault(serial, {})[entry] = None

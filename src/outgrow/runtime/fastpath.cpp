@@ -190,7 +190,13 @@ uint64_t look_of(const State& now, c10::DispatchKeySet keys, const torch::jit::S
           if (!add_look(hash, inner.toTensor(), loose)) return 0;
         } else if (inner.isInt()) {
           hash = mix(hash, loose ? 7 : inner.toInt());
-        } else if (!inner.isNone() && !inner.isBool() && !inner.isDouble()) {
+        } else if (inner.isNone()) {
+          hash = mix(hash, 2);
+        } else if (inner.isBool()) {
+          hash = mix(hash, 3 + inner.toBool());
+        } else if (inner.isDouble()) {
+          hash = mix(hash, 5);
+        } else {
           return 0;
         }
       }

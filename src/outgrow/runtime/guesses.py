@@ -26,8 +26,9 @@ def guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, A
     results = _results(func, facts, args, kwargs)
     read = _read_bytes(facts.name, tensors, has_known_results=results is not None)
     if results is None:
-        read += _more_where_data_decides(facts.name, tensors, read)
-        return Need(0, read + extra, measured=False, depends_on_data=True)
+        floor = read + extra
+        likely = floor + _more_where_data_decides(facts.name, tensors, read)
+        return Need(0, likely, measured=False, depends_on_data=True, floor_bytes=floor)
     made = sum(results)
     more = _more(facts, args, tensors, made)
     if facts.writes:
@@ -36,6 +37,8 @@ def guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, A
     if convolution is not None and convolution.x.device.type == "cpu":
         workspace = workspace_on_cpu(convolution, made)
     else:
+        if convolution is not None and convolution.transposed and convolution.gradient is None:
+            read += made  # its result as it comes, then laid out
         workspace = _workspace(facts.name, read, made) + more
     if extra:  # a library that is refused nothing: what it takes beyond this passes the budget
         transformed = 0 if convolution is None else transformed_on_gpu(convolution)
@@ -44,19 +47,21 @@ def guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _read_bytes(name: str, tensors: Sequence[torch.Tensor], *, has_known_results: bool) -> int:
-    """What is read, each number as large as the largest kind of floats among them."""
+    """What is read, each float as large as the largest kind among them."""
     if not has_known_results and any(map(parts_of, tensors)) and "to_dense" not in name:
         # Indices are sorted: both they and the values lie there in either order for a while.
         return 3 * sum(map(_bytes_of_parts, tensors))
     widest = _widest(tensors)
-    return sum(
-        nbytes_of(tensor) * (widest // tensor.itemsize if tensor.dtype.is_floating_point else 1) for tensor in tensors
-    )
+    return sum(nbytes_of(tensor) * (widest // tensor.itemsize if _is_float(tensor) else 1) for tensor in tensors)
 
 
 def _widest(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the largest kind of floats among tensors; 0 if there are none."""
-    return max((tensor.itemsize for tensor in tensors if tensor.dtype.is_floating_point), default=0)
+    """Bytes of the largest kind of floats among tensors; 0 if there are none. Single numbers widen nobody."""
+    return max((tensor.itemsize for tensor in tensors if _is_float(tensor)), default=0)
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dim() > 0
 
 
 def _workspace(name: str, read: int, made: int) -> int:
@@ -96,7 +101,8 @@ def _more(facts: OpFacts, args: Sequence[Any], tensors: Sequence[torch.Tensor], 
     if name.startswith("index_put"):
         return _positions_bytes(tensors[1:])
     if name in ("sum", "prod", "cumsum", "cumprod"):  # of whole numbers: in 64 bits
-        return 0 if tensors[0].dtype.is_floating_point else _COUNT_BYTES * numbers
+        is_whole = not (tensors[0].is_floating_point() or tensors[0].is_complex())
+        return _COUNT_BYTES * numbers if is_whole else 0
     if name == "kthvalue":  # positions
         return _COUNT_BYTES * numbers
     if name == "linalg_matrix_exp":  # as many powers as the numbers ask for
@@ -105,8 +111,10 @@ def _more(facts: OpFacts, args: Sequence[Any], tensors: Sequence[torch.Tensor], 
         return _product_bytes(*args[:7])
     if name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce"):
         return torch.float32.itemsize * tensors[0].numel() if tensors[0].itemsize == 2 else 0  # sums
-    if facts.writes and name != "copy":
-        return _converted_bytes(tensors)
+    if name.startswith(("copy", "fused_", "amp_")):  # read all kinds of floats as they are
+        return 0
+    if facts.writes:
+        return _converted_bytes(tensors, at_once=not facts.over_lists)
     return made if any(tensor.itemsize == 2 for tensor in tensors) or name == "affine_grid_generator" else 0
 
 
@@ -116,13 +124,18 @@ def _positions_bytes(tensors: Sequence[torch.Tensor], *, of_all: bool = False) -
     return sum(_COUNT_BYTES * mask.numel() * mask.dim() for mask in masks)
 
 
-def _converted_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Copies of operands that are smaller floats than others, as large ones; and the result, if it is one of them."""
+def _converted_bytes(tensors: Sequence[torch.Tensor], *, at_once: bool) -> int:
+    """Copies of operands that are smaller floats than others, as large ones; and the result, if it is one of them.
+
+    Of lists whose tensors are not taken all `at_once`, those of the largest.
+    """
     widest = _widest(tensors)
 
     def copied(tensor: torch.Tensor) -> int:
-        return tensor.numel() if tensor.dtype.is_floating_point and tensor.itemsize < widest else 0
+        return tensor.numel() if _is_float(tensor) and tensor.itemsize < widest else 0
 
+    if not at_once:
+        return 2 * widest * max(map(copied, tensors))
     return widest * (copied(tensors[0]) + sum(map(copied, tensors)))
 
 

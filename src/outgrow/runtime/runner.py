@@ -40,8 +40,9 @@ from outgrow.tracing.ops import (
 
 _LOG = logging.getLogger(__name__)
 
-# Ops over lists call one op for each tensor, which count the writes, but not beneath a dispatch mode.
-_LOSES_VERSIONS = "aten._foreach_"
+# Ops over lists call one op for each tensor, which count the writes, but not beneath a dispatch mode. These write by
+# themselves, and count nothing in plain PyTorch either.
+_COUNT_NO_WRITES = ("aten._fused_", "aten._amp_")
 # A number that each tensor of a list is multiplied with becomes a tensor: the heap has as much where an op passes.
 _ALWAYS_FREE_BYTES = 4 << 10
 
@@ -148,7 +149,7 @@ class Runner:
             records = (see(tensor) for tensor in places)
             written = [record for record in records if record is not None]
             self._before_write(written)
-            if facts.name.startswith(_LOSES_VERSIONS):
+            if facts.over_lists and not facts.name.startswith(_COUNT_NO_WRITES):
                 versions = [(tensor, tensor._version) for tensor in places if not tensor.is_inference()]
         if unsaid:
             records = (see(tensor) for tensor in unsaid)

@@ -107,7 +107,11 @@ def facts_of(func: Any) -> OpFacts:
     is_aten = func.namespace == "aten"
     base = name.split(".")[1] if is_aten else ""
     is_blank = name.startswith(_BLANK)
-    over_lists = name.startswith(_OVER_LISTS)
+    writes_to_lists = any(
+        argument.alias_info is not None and argument.alias_info.is_write and "List" in str(argument.type)
+        for argument in schema.arguments
+    )
+    over_lists = writes_to_lists or name.startswith(_OVER_LISTS)
     takes_one_tensor = sum("Tensor" in str(argument.type) for argument in schema.arguments) == 1
     is_view = bool(returns) and not writes and all(item.alias_info is not None for item in returns)
     return OpFacts(
