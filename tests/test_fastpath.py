@@ -669,7 +669,7 @@ def test_an_op_that_fails_says_the_same_as_in_plain_pytorch() -> None:
             training.run(7)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     surprises=st.lists(
         st.tuples(st.integers(4, 9), st.integers(0, LAYERS - 1), st.integers(0, 5)), min_size=1, max_size=4
