@@ -52,15 +52,16 @@ def _read_bytes(name: str, tensors: Sequence[torch.Tensor], *, has_known_results
         # Indices are sorted: both they and the values lie there in either order for a while.
         return 3 * sum(map(_bytes_of_parts, tensors))
     widest = _widest(tensors)
-    return sum(nbytes_of(tensor) * (widest // tensor.itemsize if _is_float(tensor) else 1) for tensor in tensors)
+    return sum(nbytes_of(tensor) * (widest // tensor.itemsize if _has_a_say(tensor) else 1) for tensor in tensors)
 
 
 def _widest(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the largest kind of floats among tensors; 0 if there are none. Single numbers widen nobody."""
-    return max((tensor.itemsize for tensor in tensors if _is_float(tensor)), default=0)
+    """Bytes of the largest kind of floats among tensors; 0 if there are none."""
+    return max((tensor.itemsize for tensor in tensors if _has_a_say(tensor)), default=0)
 
 
-def _is_float(tensor: torch.Tensor) -> bool:
+def _has_a_say(tensor: torch.Tensor) -> bool:
+    """Whether it holds floats, and not one number alone: of what kind operands have to be."""
     return tensor.dtype.is_floating_point and tensor.dim() > 0
 
 
@@ -132,7 +133,7 @@ def _converted_bytes(tensors: Sequence[torch.Tensor], *, at_once: bool) -> int:
     widest = _widest(tensors)
 
     def copied(tensor: torch.Tensor) -> int:
-        return tensor.numel() if _is_float(tensor) and tensor.itemsize < widest else 0
+        return tensor.numel() if _has_a_say(tensor) and tensor.itemsize < widest else 0
 
     if not at_once:
         return 2 * widest * max(map(copied, tensors))
