@@ -97,7 +97,7 @@ class Program:
 
     def compute(self, nbytes: int) -> torch.UntypedStorage | None:
         """An op that makes something of `nbytes`; None if it does not fit."""
-        if not self.pool.make_room(nbytes):
+        if not self.pool.cache.make_room(nbytes):
             return None
         storage = self.pool._allocate(nbytes, may_evict=True)
         self.ledger.see_storage(storage)
@@ -118,7 +118,7 @@ class Program:
 
     def read(self, value: Value) -> None:
         """Autograd wants a value back, and an op reads it."""
-        storage = self.pool.request(value.entry, lambda nbytes: void(self.pool.make_room(nbytes)))
+        storage = self.pool.request(value.entry, lambda nbytes: void(self.pool.cache.make_room(nbytes)))
         if self.coins.random() < 0.3:
             self.act()  # plan actions come between
         self.pool.wait_in(value.entry)
@@ -145,9 +145,9 @@ class Program:
         elif what == 6:
             pool.land()
         elif what == 7:
-            pool.evict(self.coins.randrange(1, LARGEST))
+            pool.cache.evict(self.coins.randrange(1, LARGEST))
         else:
-            pool.make_room(self.coins.randrange(1, LARGEST))
+            pool.cache.make_room(self.coins.randrange(1, LARGEST))
 
     def drop(self, value: Value) -> None:
         """A graph is freed, with copies of it wherever they are."""

@@ -23,13 +23,13 @@ from outgrow.planning.policies import Policy
 from outgrow.planning.problem import Problem
 from outgrow.planning.releases import with_releases
 from outgrow.runtime.backend import Backend
+from outgrow.runtime.cache import Cache
 from outgrow.runtime.calls import Calls
 from outgrow.runtime.clock import DeviceClock, StepTimes
 from outgrow.runtime.copies.cuda import CudaCopies
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.outcome import StepOutcome
-from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers import host
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.host import HostTier
@@ -199,7 +199,7 @@ def test_a_backward_pass_on_another_thread_leaves_nothing_behind(fakes: Callable
                 del loss
                 session._executor.come_here()
                 session._pool.land()
-                session._pool.make_room(1 << 60)
+                session._pool.cache.make_room(1 << 60)
                 assert not list(session._pool.entries())
         return found
 
@@ -368,7 +368,7 @@ def test_memory_that_is_refused_although_the_budget_has_it_is_had_all_the_same(
 
     monkeypatch.setattr(Calls, "_measured_call", refusing)
     monkeypatch.setattr(CountedRam, "stretch", stretch)
-    monkeypatch.setattr(Pool, "evict", lambda pool, nbytes: False)
+    monkeypatch.setattr(Cache, "evict", lambda cache, nbytes: False)
     training = training_of("resnet-18", 32, 2)()
     with outgrow.Session(training.models, training.optimizers, budget="900MiB") as session, session.step():
         training.run(0)

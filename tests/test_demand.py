@@ -472,8 +472,8 @@ def test_nothing_is_away_while_an_op_of_another_library_runs(eager: Seen, monkey
     def looking(self: Room, need: Need, where: str) -> None:
         prepare(self, need, where)
         if where.startswith("outgrow_tests"):
-            assert self._parking is not None
-            away.append(self._parking.busy)
+            assert self._parked is not None
+            away.append(self._parked.busy)
 
     monkeypatch.setattr(Room, "prepare", looking)
 

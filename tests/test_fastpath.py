@@ -25,7 +25,7 @@ from outgrow.runtime import fastpath
 from outgrow.runtime.calls import Calls
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
-from outgrow.runtime.parking import Parking
+from outgrow.runtime.parked import Parked, ParkedStorages
 from outgrow.runtime.runner import Runner
 from outgrow.runtime.tiers.arena import find_arena
 from outgrow.runtime.tiers.ram import Ram
@@ -302,7 +302,7 @@ def test_while_values_are_parked_ops_on_others_pass(at_once: bool, policy: Any, 
     run_op = Runner.run
 
     def noted(self: Runner, *given: Any) -> Any:
-        seen.append(self._parking.busy)
+        seen.append(self._parking.parked.busy)
         return run_op(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -317,15 +317,16 @@ def test_while_values_are_parked_ops_on_others_pass(at_once: bool, policy: Any, 
 def test_a_parked_storage_that_lies_where_another_lay_is_away_though_that_one_has_ended(
     at_once: bool, monkeypatch: pytest.MonkeyPatch, passed: list[int]
 ) -> None:
-    add = Parking._add
+    add = ParkedStorages._add
 
-    def adding(parking: Parking, parked: Any) -> None:
-        fast = parking._pool.fast_path
+    def adding(storages: ParkedStorages, parked: Parked) -> Parked:
+        fast = storages._pool.fast_path
         fast.parked(parked.record, is_parked=True)  # the other one, whose end nobody has noticed yet
-        add(parking, parked)
+        add(storages, parked)
         fast.parked(parked.record, is_parked=False)
+        return parked
 
-    monkeypatch.setattr(Parking, "_add", adding)
+    monkeypatch.setattr(ParkedStorages, "_add", adding)
     assert_equal_and_inside(waiting(at_once), share=0.6, policy=ParkAll(prefetch=False))
     assert max(passed) > 0
 

@@ -28,6 +28,7 @@ from outgrow.planning.parks import Gap, away, gaps, park, parks_for
 from outgrow.planning.plan import Park, Plan, make_plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.problem import Problem
+from outgrow.runtime.parked import Parked, ParkedStorages
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.tracing.ir import Event, Kind, Op, Phase, Saved, Tick, Trace, Value
@@ -215,9 +216,9 @@ def test_every_step_parks_the_same(network: str, monkeypatch: pytest.MonkeyPatch
     start_out = Parking.start_out
 
     def starting_out(parking: Parking, value: int, offset: int) -> None:
-        before = len(parking._parked)
+        before = len(parking.parked.all())
         start_out(parking, value, offset)
-        if len(parking._parked) > before:
+        if len(parking.parked.all()) > before:
             parked.append(value)
 
     monkeypatch.setattr(Parking, "start_out", starting_out)
@@ -511,7 +512,7 @@ LOOKS: dict[str, Look] = {
 
 @dataclass
 class Watched:
-    """What a `Parking` did, taken down."""
+    """What `ParkedStorages` did, taken down."""
 
     emptied: int = 0
 
@@ -520,13 +521,13 @@ class Watched:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """Counts the storages that are emptied."""
     seen = Watched()
-    empty = Parking._empty
+    empty = ParkedStorages._empty
 
-    def counting(self: Parking, parked: Any) -> None:
+    def counting(self: ParkedStorages, parked: Parked) -> None:
         empty(self, parked)
         seen.emptied += parked.record.nbytes == 0
 
-    monkeypatch.setattr(Parking, "_empty", counting)
+    monkeypatch.setattr(ParkedStorages, "_empty", counting)
     return seen
 
 
@@ -643,16 +644,16 @@ def test_writes_to_what_is_parked_or_leaving(pause: float, late: bool, monkeypat
         write(self, slot, address)
 
     followed: list[StorageRecord] = []
-    settle = Parking._settle_out
+    settle = ParkedStorages._settle_out
 
-    def settled(self: Parking, parked: Any) -> None:
+    def settled(self: ParkedStorages, parked: Parked) -> None:
         settle(self, parked)
         if parked in self._cancelled:  # the copy goes on
             assert parked.record.followers > 0, "who writes to it has to wait"
             followed.append(parked.record)
 
     monkeypatch.setattr(SpillFile, "write", slow)
-    monkeypatch.setattr(Parking, "_settle_out", settled)
+    monkeypatch.setattr(ParkedStorages, "_settle_out", settled)
     make = supervised(lambda: Looked(None, None), forward)
     ours, _ = train_in_session(make, 4, budget="1GiB", policy=ParkAll(prefetch=not late, speed=1e9))
     assert ours == train_plain(make, 4)

@@ -22,9 +22,8 @@ from outgrow.planning.problem import Problem
 from outgrow.planning.recipes import burst
 from outgrow.runtime import recompute as recompute_module
 from outgrow.runtime.dice import Dice
-from outgrow.runtime.dropped import Dropped
+from outgrow.runtime.dropped import Readers
 from outgrow.runtime.entry import Entry
-from outgrow.runtime.executor import Executor
 from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recipes import Recipe
 from outgrow.runtime.runner import Runner
@@ -697,7 +696,7 @@ def test_an_error_in_a_step_is_not_hidden_by_what_cannot_be_made_anew_at_the_end
 ) -> None:
     asked: list[object] = []
 
-    def no_room(executor: Executor, entry: object, mates: object) -> list[torch.UntypedStorage]:
+    def no_room(entry: object, mates: object) -> list[torch.UntypedStorage]:
         asked.append(entry)
         raise BudgetTooSmall(1, 2, {}, "a recipe", exact=False)
 
@@ -713,7 +712,7 @@ def test_an_error_in_a_step_is_not_hidden_by_what_cannot_be_made_anew_at_the_end
             assert session.summary().recomputed_bytes > 0
             with session.step():
                 loss = model(x).sum()
-                monkeypatch.setattr(Executor, "rebuild", no_room)
+                monkeypatch.setattr(session._pool.dropped, "rebuild", no_room)
                 raise ValueError(f"the program's own, whose frames hold {loss}")
 
     with pytest.raises(ValueError, match="the program's own"):
@@ -740,18 +739,17 @@ def test_memory_that_a_recipe_read_goes_with_whoever_had_it() -> None:
 
 
 def test_who_is_made_from_what_is_written_is_found_and_nothing_is_held_of_who_was_made_anew() -> None:
-    dropped = Dropped()
+    readers = Readers()
     source, one, other = (Entry(StorageRecord(serial, 0, 64), torch.UntypedStorage(64)) for serial in (1, 2, 3))
-    dropped.add(one, Recipe((2, 0), (), {(1, 0): source, (1, 1): source}, (), frozenset({1})))
-    dropped.add(other, Recipe((3, 0), (), {(2, 0): one}, (), frozenset({2, 4})))
-    assert dropped.readers_of(1, []) == dropped.readers_of(9, [source]) == [one]
-    assert dropped.readers_of(2, [source]) == [other, one]
-    assert dropped.readers_of(4, [one]) == [other]
-    assert dropped.readers_of(3, []) == []
-    dropped.discard(one)
-    dropped.discard(one)
-    assert list(dropped) == [other]
-    assert dropped.readers_of(1, [source]) == []
-    dropped.discard(other)
-    held = [dropped._recipes, dropped._by_leaf, dropped._by_source]
-    assert held == [{}, {}, {}]
+    of_one = Recipe((2, 0), (), {(1, 0): source, (1, 1): source}, (), frozenset({1}))
+    of_other = Recipe((3, 0), (), {(2, 0): one}, (), frozenset({2, 4}))
+    readers.add(one, of_one)
+    readers.add(other, of_other)
+    assert readers.of(1, []) == readers.of(9, [source]) == [one]
+    assert readers.of(2, [source]) == [other, one]
+    assert readers.of(4, [one]) == [other]
+    assert readers.of(3, []) == []
+    readers.discard(one, of_one)
+    assert readers.of(1, [source]) == []
+    readers.discard(other, of_other)
+    assert [readers._by_leaf, readers._by_source] == [{}, {}]

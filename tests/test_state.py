@@ -27,7 +27,7 @@ from outgrow.planning.parks import gaps, park, parks_for, sources_of_gradient
 from outgrow.planning.plan import Plan, make_plan
 from outgrow.planning.problem import Problem
 from outgrow.runtime import fastpath, remake
-from outgrow.runtime.parking import Parking
+from outgrow.runtime.parked import Parked, ParkedStorages
 from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.session.kind import StepKind
 from outgrow.tracing.capture import training_state
@@ -113,11 +113,11 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Takes down what leaves."""
     found = Seen()
-    write, make_anew = Parking._start_writing, remake.Remake.run
+    send, make_anew = ParkedStorages.send, remake.Remake.run
 
-    def writing(self: Parking, record: StorageRecord, storage: torch.UntypedStorage, copy: Any) -> None:
-        write(self, record, storage, copy)
-        if self._parked[record.serial].lent:
+    def sending(self: ParkedStorages, record: StorageRecord, *given: Any, is_lent: bool, **trial: Any) -> None:
+        send(self, record, *given, is_lent=is_lent, **trial)
+        if is_lent:
             assert torch._C._current_graph_task_id() != -1, "state leaves only in a backward pass"
             found.lent.append(record)
 
@@ -125,7 +125,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.dropped += 1
         make_anew(self, storage, run)
 
-    monkeypatch.setattr(Parking, "_start_writing", writing)
+    monkeypatch.setattr(ParkedStorages, "send", sending)
     monkeypatch.setattr(remake.Remake, "run", making)
     return found
 
@@ -691,10 +691,10 @@ def test_copies_of_others_that_fail_cost_no_state(monkeypatch: pytest.MonkeyPatc
         return make_room(need)
 
     def stop(module: nn.Module, before: Any, after: Any) -> None:
-        monkeypatch.setattr(session._pool, "make_room", no_room)
+        monkeypatch.setattr(session._pool.cache, "make_room", no_room)
         raise ZeroDivisionError
 
-    make_room = session._pool.make_room
+    make_room = session._pool.cache.make_room
     model.first.register_full_backward_hook(stop)
     with pytest.raises((ZeroDivisionError, SpillError)):
         step()
@@ -706,14 +706,14 @@ def test_a_step_that_is_interrupted_while_state_comes_back(monkeypatch: pytest.M
     model, session, step = trained(Lend(), 4)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     interrupts = iter(range(2))
-    fill = Parking._fill
+    fill = ParkedStorages._fill
 
-    def impatient(self: Parking, parked: Any, storage: torch.UntypedStorage, run: remake.RunOp) -> None:
+    def impatient(self: ParkedStorages, parked: Parked, storage: torch.UntypedStorage, run: remake.RunOp) -> None:
         if next(interrupts, None) is not None:
             raise KeyboardInterrupt
         fill(self, parked, storage, run)
 
-    monkeypatch.setattr(Parking, "_fill", impatient)
+    monkeypatch.setattr(ParkedStorages, "_fill", impatient)
     with pytest.raises(KeyboardInterrupt):
         step()
     assert next(interrupts, None) is None

@@ -635,7 +635,7 @@ def test_it_is_the_last_used_of_all_from_then_on(
             used.append(entry)
             if not is_known:
                 raise KeyError(entry)
-            self._pool.recent.move_to_end(entry)
+            self._pool.cache.recent.move_to_end(entry)
 
     def made(self: Staying, owner: Any, hooks: Any, ledger: Any, pool: Pool, *args: Any, **options: Any) -> None:
         init(self, owner, hooks, ledger, pool, *args, **options)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outgrow
 from outgrow.runtime import fastpath
+from outgrow.runtime.parked import ParkedStorages
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.runner import Runner
 from outgrow.tracing.ir import Op, Phase
@@ -349,16 +350,16 @@ def test_no_step_leaves_anybody_looking_at_nodes(how: str, capfd: pytest.Capture
 def test_a_signal_that_arrives_before_a_sum_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a value that the plan parks is waited for, as native code asked for it."""
     asked: list[int] = []
-    start_out, before_write = Parking.start_out, Parking.before_write
+    start_out, before_write = Parking.start_out, ParkedStorages.before_write
 
     def started(self: Parking, value: int, offset: int) -> None:
         start_out(self, value, offset)
-        if self._parked and not asked:
+        if self.parked.all() and not asked:
             asked.append(1)
-            self._pool.fast_path._let_go_of(next(iter(self._parked.values())).record.address)
+            self._pool.fast_path._let_go_of(self.parked.all()[0].record.address)
             asked.append(2)
 
-    def interrupted(self: Parking, record: Any) -> None:
+    def interrupted(self: ParkedStorages, record: Any) -> None:
         if len(asked) == 1:
             signal.raise_signal(signal.SIGINT)
             with self._pool._interrupts.let_in():  # as where a copy is waited for
@@ -372,7 +373,7 @@ def test_a_signal_that_arrives_before_a_sum_is_not_lost(monkeypatch: pytest.Monk
         return (x + far * 2).pow(2).mean()
 
     monkeypatch.setattr(Parking, "start_out", started)
-    monkeypatch.setattr(Parking, "before_write", interrupted)
+    monkeypatch.setattr(ParkedStorages, "before_write", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     try:
         with pytest.raises(KeyboardInterrupt):

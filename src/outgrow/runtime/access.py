@@ -105,13 +105,13 @@ class Access(TorchFunctionMode):
         """Have back what a function is given, for good if it lets addresses out."""
         parking = self._parking
         lets_out = name in _LETS_OUT
-        if lets_out or parking.busy:
+        if lets_out or parking.parked.busy:
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 found = list(tensors_within((args, kwargs)))
                 if lets_out:
                     parking.expose(found)
                 else:
-                    parking.touch(found)
+                    parking.parked.touch(found)
 
     def _run_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a backward pass with the mode on: hooks and functions of the user's run in there.
@@ -148,7 +148,7 @@ class Access(TorchFunctionMode):
         if torch._C._current_graph_task_id() != -1:  # a pass inside a pass
             return
         self._parking.lending.on = False
-        if self._parking.busy:
+        if self._parking.parked.busy:
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 self._parking.return_state()
 

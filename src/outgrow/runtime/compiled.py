@@ -310,7 +310,7 @@ class CompiledCode:
             entries = [handle.entry for handle in handles if handle.entry is not None]
             for entry in entries:
                 if entry in self._pool.dropped:
-                    self._pool.restore(entry, entries)
+                    self._pool.dropped.restore(entry, entries)
 
     # --- both ---
 

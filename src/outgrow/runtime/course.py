@@ -205,7 +205,7 @@ class Course:
             return self._goes_on(other, fit, event, handle, entry)
         if _lends(other.plan) and not self._saw_functions:
             return False
-        if self._parking.has_planned_places:  # where the other plan may put its own
+        if self._parking.parked.has_planned_places:  # where the other plan may put its own
             return False
         if not watched and other.plan.needs_watch:  # ops are numbered where they are watched
             return False
@@ -260,7 +260,7 @@ class Course:
 
     def _relax(self, plan: Plan) -> None:
         """The plan holds the step: what nobody knew of it need not leave on demand, if it did not yet."""
-        if self._demand.on and not (self._demand.nbytes or self._parking.busy):
+        if self._demand.on and not (self._demand.nbytes or self._parking.parked.busy):
             self._parking.end_on_demand(plan)
             self._demand.begin({}, on=False)
 

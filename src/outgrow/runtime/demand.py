@@ -83,9 +83,9 @@ class Demand:
         self._among_strangers = not is_known or any(map(is_opaque, inputs))
         if self._among_strangers or (facts.is_blank and not self._is_filled_by_torch()):
             self._among_strangers = True
-            self._parking.restore_all()
-        elif self._parking.busy:
-            self._parking.touch(_kept_by_function())
+            self._parking.parked.restore_all()
+        elif self._parking.parked.busy:
+            self._parking.parked.touch(_kept_by_function())
 
     def ran(
         self,

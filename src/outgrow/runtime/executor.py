@@ -104,9 +104,9 @@ class Executor:
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again, clock)
         self._reuser = Reuser(ledger, pool)
         self._parking = Parking(ledger, pool, copies, memory, room.make, self._run_inside, gradients)
-        pool.parked, pool.maker = self._parking, self
+        pool.parked, pool.arrived, pool.dropped.rebuild = self._parking.parked, self._arrived, self._rebuild
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
-        room.ask(self._parking, self._demand)
+        room.ask(self._parking.parked, self._demand)
         self._hooks = hooks = Hooks(
             current,
             ledger,
@@ -275,12 +275,12 @@ class Executor:
         if self._follower.on and not self._follower.done:
             _LOG.info("fallback: the step ended early, %s", self._follower.where_next())
         try:
-            if self._ledger.live_bytes + self._parking.away_bytes > self._room.budget_bytes:
+            if self._ledger.live_bytes + self._parking.parked.away_bytes > self._room.budget_bytes:
                 self._room.collect()
             before = self._ledger.live_bytes
             with torch._C.DisableTorchFunction():
                 self._parking.end()
-            failure = self._parking.failure or self._overrun_from(before)
+            failure = self._parking.parked.failure or self._overrun_from(before)
             current.look()
             knows_peak = current.is_watched
             if self._is_counted_by_blocks:
@@ -292,7 +292,7 @@ class Executor:
                 current.peak_bytes, current.leaving_at_peak = self._fast.peak_bytes, self._pool.most_leaving_bytes
             seconds = time.perf_counter() - self._started
             stall_seconds = self._pool.stall_seconds
-            recompute_seconds = self._recomputer.seconds + self._parking.remake_seconds
+            recompute_seconds = self._recomputer.seconds + self._parking.parked.remake_seconds
             times = None if self._clock is None else self._clock.end(self._recomputer.spans)
             recording = current.recording
             if times is not None and recording is not None:
@@ -320,7 +320,7 @@ class Executor:
             recompute_seconds=recompute_seconds,
             planned_bytes=self._pool.planned_bytes + self._parking.nbytes,
             evicted_bytes=self._pool.evicted_bytes,
-            recomputed_bytes=self._recomputer.nbytes + self._parking.remade_nbytes,
+            recomputed_bytes=self._recomputer.nbytes + self._parking.parked.remade_nbytes,
             # Of saved values: what is parked may never have been saved, and is back before it would be missed.
             kept_bytes=max(0, saved - self._pool.planned_bytes - self._pool.evicted_bytes - self._recomputer.nbytes),
             oom_retries=self._pool.page_faults.count + unsaid,
@@ -407,7 +407,7 @@ class Executor:
         """What the program does next wants care, whatever the plan says."""
         self._course.watch()
 
-    def arrived(self, entry: Entry) -> None:
+    def _arrived(self, entry: Entry) -> None:
         """The pool gave a value new memory."""
         self._compiled.arrived(entry.nbytes)
         current = self._current
@@ -428,7 +428,7 @@ class Executor:
         """A saved value is about to come back."""
         self._follower.make_way(handle)
 
-    def rebuild(self, entry: Entry, mates: Sequence[Entry]) -> Sequence[torch.UntypedStorage]:
+    def _rebuild(self, entry: Entry, mates: Sequence[Entry]) -> Sequence[torch.UntypedStorage]:
         """Make a dropped value anew, and what its recipe makes as well; the pool asks for it.
 
         Nothing is parked on demand meanwhile: where the recipe finds no room, that is made before it is tried again.
@@ -456,8 +456,8 @@ class Executor:
         """Run one op of a recipe, or compiled code."""
         if isinstance(func, Forward):
             return self._compiled.run_again(func, args)
-        if self._parking.busy:  # recipes read parameters
-            self._parking.touch(tensors_in(args, kwargs))
+        if self._parking.parked.busy:  # recipes read parameters
+            self._parking.parked.touch(tensors_in(args, kwargs))
         return self._runner.run_inside(func, args, kwargs, signature)
 
     def _run_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -466,4 +466,4 @@ class Executor:
 
     def _lost_seconds(self) -> float:
         """Time that this step would not have taken in plain PyTorch."""
-        return self._pool.stall_seconds + self._recomputer.seconds + self._parking.remake_seconds
+        return self._pool.stall_seconds + self._recomputer.seconds + self._parking.parked.remake_seconds

@@ -111,7 +111,7 @@ class Hooks:
             strays=None if clock is None else clock.strays,
             nothing=self._nothing,
         )
-        pool.unknown = self.staying
+        pool.cache.unknown = self.staying
         self._ticks = self.staying.ticks
         self.forget()
 
@@ -238,9 +238,9 @@ class Hooks:
         if self.changes_threads:
             self.come_here()
         tensor = self.staying.unpacked(stay)
-        if self._parking.busy:
+        if self._parking.parked.busy:
             with torch._C._DisableTorchDispatch():
-                self._parking.touch((tensor,))
+                self._parking.parked.touch((tensor,))
         if stay.epoch == self._current.epoch:
             self._tick(Event.UNPACK, stay, None)
         return tensor
@@ -259,8 +259,8 @@ class Hooks:
             entry = handle.entry
             if entry is None:
                 assert handle.tensor is not None
-                if self._parking.busy:
-                    self._parking.touch((handle.tensor,))
+                if self._parking.parked.busy:
+                    self._parking.parked.touch((handle.tensor,))
                 if this_step:
                     self._tick(Event.UNPACK, handle, None)
                 return self.staying.returned(handle.tensor)

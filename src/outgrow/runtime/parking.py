@@ -1,8 +1,8 @@
 """Long skips: values that the program still holds leave the device and come back before anybody looks.
 
-A parked value's storage stays what it is, with all tensors on it, and is empty for a while: `resize_(0)` bumps no
-version. Whoever reads or writes such a storage restores it first: the runner before each op, the pool before it
-touches a saved value, and `access.py` where Python code gets at memory past the dispatcher.
+What leaves and when is decided here, out and back are in `parked.py`. Whoever reads or writes a parked storage
+restores it first: the runner before each op, the pool before it touches a saved value, and `access.py` where Python
+code gets at memory past the dispatcher.
 
 Training state can leave as well, inside a backward pass, and is back when that is over: what runs then, an optimizer
 in C++ or a library that averages gradients, may read it unseen.
@@ -10,24 +10,20 @@ in C++ or a library that averages gradients, may read it unseen.
 
 from __future__ import annotations
 
-import ctypes
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from outgrow.errors import DeviceOutOfMemory, SpillError
 from outgrow.planning.plan import Plan
 from outgrow.runtime.copies.copy import Copies, Copy
 from outgrow.runtime.entry import Entry
-from outgrow.runtime.faults import is_out_of_memory
 from outgrow.runtime.lending import Lending
+from outgrow.runtime.parked import ParkedStorages
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Verdicts
-from outgrow.runtime.remake import Remake, RunOp, digest
+from outgrow.runtime.remake import Remake, RunOp
 from outgrow.runtime.sightings import Sightings
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.tiers.place import Place
@@ -36,40 +32,15 @@ from outgrow.tracing.ir import Kind
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.tracing.ops import OpFacts, is_opaque, tensors_within
 
-# A byte; four of them, or two or eight, are no floating-point number.
-_NOT_A_NUMBER = 0xFF
-
-
-@dataclass(slots=True)
-class _Parked:
-    """A storage on its way out (`writing`), away, on its way back (`reading`), or back before anybody looked.
-
-    `held` keeps the memory alive while a copy is in flight; else nothing of ours holds the storage. What is `lent` is
-    training state. What has a `remake` but no `copied` was dropped; where it has both, the former is tried beside the
-    latter, and `trial` is the hash of what it gave.
-    """
-
-    record: StorageRecord
-    nbytes: int
-    slot: Place
-    lent: bool
-    held: torch.UntypedStorage | None = None
-    writing: Copy | None = None
-    reading: Copy | None = None
-    remake: Remake | None = None
-    copied: bool = True
-    trial: bytes = b""
-
 
 class Parking:
-    """The parked storages of the step that runs.
+    """Which storages of the step that runs are parked, and when.
 
     Attributes:
+        parked: those storages.
         on: values may be parked: the step's plan does so, and the step is still the plan's; or it is on demand.
         nbytes: bytes that were sent out in this step.
         lending: which training state may leave, and when.
-        failure: what went wrong when everything came back, if anything did.
-        remade_nbytes: bytes of the gradients that were made anew in this step, and `remake_seconds` the time for it.
         proofs: gradients that were made anew beside a copy, to see whether they are the same.
         is_watched: says whether what Python code calls is seen; set when somebody does.
         lose_count: told when another op than the plan's made what was to be parked; set once.
@@ -92,11 +63,8 @@ class Parking:
         self._ledger = ledger
         self._pool = pool
         self._copies = copies
-        self._memory = memory
-        self._make_room = make_room
-        self._run = run
+        self.parked = ParkedStorages(ledger, pool, copies, memory, make_room, run, self._judge)
         self.lending = Lending(gradients)
-        self._parked: dict[int, _Parked] = {}
         self.lose_count: Callable[[], None] = lambda: None
         self.begin(None, {}, Verdicts())
 
@@ -120,16 +88,12 @@ class Parking:
         self._on_demand = on_demand
         # Elsewhere than on a CPU no plan of ours parks (`planning/parks.py` says why), and others' are not followed.
         self.on = on_demand or self.is_for(plan)
-        self.nbytes = 0
-        self.failure: Exception | None = None
-        self._filling: _Parked | None = None
+        self.parked.begin()
+        self.nbytes = self.proofs = 0
         self._kinds = kinds
-        self.remade_nbytes = self.proofs = 0
-        self.remake_seconds = 0.0
         self._follow(plan, verdicts, recorded=recorded, is_foreign=is_foreign)
         self._own: set[int] = set()
         self._exposed: set[int] = set()
-        self._cancelled: list[_Parked] = []
         self._postponed: list[tuple[int, int]] = []
         # The functions that run now, with their arguments: some read memory past the dispatcher.
         self._calls: list[tuple[Any, Any, Any]] = []
@@ -138,11 +102,6 @@ class Parking:
     def is_for(self, plan: Plan | None) -> bool:
         """Whether a plan parks anything here."""
         return plan is not None and bool(plan.parks) and self._ledger.device_type == "cpu"
-
-    @property
-    def has_planned_places(self) -> bool:
-        """Whether anything is parked where a plan put it."""
-        return any(parked.slot.planned for parked in self._parked.values())
 
     def turn_to(self, plan: Plan, verdicts: Verdicts, *, is_foreign: bool) -> None:
         """The step goes by another plan from here on; what the one before parked comes back when it is wanted."""
@@ -162,15 +121,6 @@ class Parking:
     def loosen(self) -> None:
         """What the plan parks may be smaller in this step."""
         self._seen.is_loose = True
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything is parked, on its way, or back ahead of its use."""
-        return bool(self._parked or self._cancelled)
-
-    def holds(self, record: StorageRecord) -> bool:
-        """Whether a storage is parked, on its way, or back ahead of its use."""
-        return record.serial in self._parked
 
     # --- what the runner shows ---
 
@@ -215,7 +165,7 @@ class Parking:
         for tensor in tensors:
             record = self._ledger.see(tensor)
             if record is not None:
-                self.restore(record)
+                self.parked.restore(record)
                 self.before_change(record)
                 self._exposed.add(record.serial)
 
@@ -262,14 +212,12 @@ class Parking:
             remake.let_go()
         known = self._pool.copy_of(record)
         if isinstance(known, Place) and not self._pool.is_reading(storage):
-            parked = _Parked(record, record.nbytes, known, lent=False, held=storage)
-            self._add(parked)
-            self._empty(parked)
+            self.parked.empty(record, storage, known)
             return
         if not isinstance(known, Copy):
             known = self._copies.out.submit(self._pool.place(offset, record.nbytes), storage.data_ptr())
             self.nbytes += record.nbytes
-        self._start_writing(record, storage, known)
+        self._send(record, storage, known)
 
     def may_leave(self, record: StorageRecord, storage: torch.UntypedStorage) -> bool:
         """Whether a storage may be parked at all, if no function that runs was given it."""
@@ -277,7 +225,7 @@ class Parking:
             self.on
             and (self.lending.may_leave(record) if self.lending.is_state(record) else record.serial in self._own)
             and record.serial not in self._exposed
-            and record.serial not in self._parked
+            and not self.parked.holds(record)
             and record.nbytes == storage.nbytes()
             and not storage.is_shared()
             and self.is_watched()
@@ -291,25 +239,15 @@ class Parking:
     ) -> None:
         """Let go of a gradient that can be made anew; the first time it is copied as well, to see whether it can."""
         if self._remade[value] in self._verdicts.gradients:
-            self._add(_Parked(record, record.nbytes, slot, lent=True, remake=remake, copied=False))
-            self._take_memory(storage)
+            self.parked.drop(record, storage, slot, remake)
             return
-        copy = self._copies.out.submit(slot, storage.data_ptr())
-        self._start_writing(record, storage, copy)
-        self._parked[record.serial].remake = remake
+        self._send(record, storage, self._copies.out.submit(slot, storage.data_ptr()), remake)
         self.nbytes += record.nbytes
 
-    def _start_writing(self, record: StorageRecord, storage: torch.UntypedStorage, copy: Copy) -> None:
-        lent = self.lending.is_state(record)
-        self._add(_Parked(record, record.nbytes, copy.slot, lent, storage, copy))
-
-    def _add(self, parked: _Parked) -> None:
-        self._parked[parked.record.serial] = parked
-        self._pool.fast_path.parked(parked.record, is_parked=True)
-
-    def _remove(self, parked: _Parked) -> None:
-        del self._parked[parked.record.serial]
-        self._pool.fast_path.parked(parked.record, is_parked=False)
+    def _send(
+        self, record: StorageRecord, storage: torch.UntypedStorage, copy: Copy, trial: Remake | None = None
+    ) -> None:
+        self.parked.send(record, storage, copy, is_lent=self.lending.is_state(record), trial=trial)
 
     def park(self, records: Sequence[StorageRecord]) -> None:
         """Park storages that may leave, and wait until they are away.
@@ -323,266 +261,44 @@ class Parking:
             assert storage is not None, "only what is alive may leave"
             slot = self._pool.reserve(record.nbytes)
             leaving.append(self._copies.out.submit(slot, storage.data_ptr()))
-            self._start_writing(record, storage, leaving[-1])
+            self._send(record, storage, leaving[-1])
             self.nbytes += record.nbytes
         for copy in leaving:
             self._pool.wait_for(copy)
-        self.land()
+        self.parked.land()
 
     def start_in(self, value: int, room_ahead: int) -> bool:
         """Start a planned copy back; False while it and the coming `room_ahead` bytes do not fit the budget."""
         record = self._seen.find(value)
-        parked = None if record is None else self._parked.get(record.serial)
-        if parked is None or not self._is_away(parked):
-            return True
-        self._pool.land()
-        if self._ledger.live_bytes + parked.nbytes + room_ahead > self._pool.budget_bytes:
-            return False
-        try:
-            self._start_back(parked, may_evict=False)
-        except DeviceOutOfMemory:
-            return False
-        return True
+        return record is None or self.parked.start_in(record, room_ahead)
 
     # --- coming back ---
-
-    def touch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Somebody is about to read these tensors, or to write to them."""
-        for tensor in tensors:
-            if is_opaque(tensor):  # and what else, nobody knows
-                self.restore_all()
-                return
-            record = self._ledger.see(tensor)
-            if record is not None and record.serial in self._parked:
-                self.restore(record)
 
     def before_change(self, record: StorageRecord) -> None:
         """What a storage holds may change: nothing may have to be made anew from it any more."""
         self._seen.before_change(record)
-        for parked in list(self._parked.values()):
-            if parked.remake is not None and parked.remake.reads(record):
-                self.restore(parked.record)
-
-    def before_write(self, record: StorageRecord) -> None:
-        """Somebody is about to write to a storage: no copy of ours may still read it."""
-        for parked in list(self._cancelled):
-            if parked.record is record and parked.writing is not None:
-                self._pool.wait_for(parked.writing)
-        self._forget_cancelled()
-
-    def restore(self, record: StorageRecord) -> None:
-        """Have a storage's bytes back where they were.
-
-        Raises:
-            SpillError: they could not be read. The value is away as before.
-            DeviceOutOfMemory: there is no memory for them.
-        """
-        parked = self._parked.get(record.serial)
-        if parked is None:
-            return
-        if parked.writing is not None:
-            self._settle_out(parked)
-            return
-        if self._is_away(parked):
-            self._make_room(parked.nbytes)
-            self._start_back(parked, may_evict=True)
-        self._settle_in(parked)
-        self._forget(parked)
-
-    def restore_all(self) -> None:
-        """As `restore`, for whatever is parked."""
-        for parked in list(self._parked.values()):
-            self.restore(parked.record)
+        self.parked.before_change(record)
 
     def return_state(self) -> None:
         """A backward pass is over: all of the training state comes back. Raises what `restore` raises."""
         self._seen.forget_remakes()
-        lent = [parked for parked in self._parked.values() if parked.lent]
-        # All copies are on the lane before the first is waited for, or anything is made anew.
-        for parked in sorted(lent, key=lambda parked: parked.remake is not None):
-            if self._is_away(parked):
-                self._make_room(parked.nbytes)
-                self._start_back(parked, may_evict=True)
-                if parked.remake is not None:  # what it was made from is wanted no more
-                    self._forget(parked)
-        for parked in lent:
-            self.restore(parked.record)
+        self.parked.return_lent()
 
     @contextmanager
     def peeking(self) -> Iterator[None]:
         """What a plan has parked and our own code reads meanwhile leaves again afterwards."""
-        before = [] if self._on_demand else list(self._parked.values())
+        before = [] if self._on_demand else self.parked.all()
         yield
         for parked in before:
             storage = parked.record.storage()
             if storage is not None and self.may_leave(parked.record, storage):
-                self._start_writing(parked.record, storage, self._copies.out.submit(parked.slot, storage.data_ptr()))
+                self._send(parked.record, storage, self._copies.out.submit(parked.slot, storage.data_ptr()))
 
-    def _forget(self, parked: _Parked) -> None:
-        """It is parked no more: the place on the disk is free, unless a plan fixed it."""
-        self._remove(parked)
-        self._pool.release(parked.slot)
-        if parked.remake is not None:
-            parked.remake.let_go()
-
-    @staticmethod
-    def _is_away(parked: _Parked) -> bool:
-        return (
-            parked.writing is None
-            and parked.reading is None
-            and parked.record.nbytes == 0
-            and parked.record.storage() is not None
-        )
-
-    def _settle_out(self, parked: _Parked) -> None:
-        """It is wanted before it left: it stays. The copy goes on, and holds the memory until it is done."""
-        self._remove(parked)
-        if parked.remake is not None:
-            parked.remake.let_go()
-        self._cancelled.append(parked)
-        self._ledger.follow(parked.record)
-        self._forget_cancelled()
-
-    def _forget_cancelled(self) -> None:
-        under_way = []
-        for item in self._cancelled:
-            if item.writing is not None and not item.writing.done:
-                under_way.append(item)
-            else:
-                self._pool.release(item.slot)
-                self._ledger.unfollow(item.record)
-        self._cancelled = under_way
-
-    def _start_back(self, parked: _Parked, *, may_evict: bool, run: RunOp | None = None) -> None:
-        """Give a storage its memory, and start to fill it. `run` runs one op, inside the budget if not given."""
-        run = run or self._run
-        storage = parked.record.storage()
-        if storage is None:  # nobody wants it any more
-            return
-        self._memory.make_room(parked.nbytes)
-        while True:
-            try:
-                self._memory.refill(storage, parked.nbytes)
-                break
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                if not may_evict:
-                    raise DeviceOutOfMemory("no memory for a parked value that was to come back") from error
-                self._pool.page_faults.meet(error, parked.nbytes, "a parked value on its way back")
-        self._ledger.see_storage(storage)
-        self._filling = parked
-        try:
-            self._fill(parked, storage, run)
-        except BaseException:  # without its bytes it must not pass for one that is back
-            self._take_memory(storage)
-            raise
-        finally:
-            self._filling = None
-
-    def _fill(self, parked: _Parked, storage: torch.UntypedStorage, run: RunOp) -> None:
-        """Start to read a storage's bytes, or make them anew; the first time both, to see whether they agree."""
-        remake = parked.remake
-        if remake is not None:
-            self.touch(remake.sources)
-            started = time.perf_counter()
-            remake.run(storage, run)
-            self.remake_seconds += time.perf_counter() - started
-            self.remade_nbytes += storage.nbytes()
-            if not parked.copied:
-                return
-            parked.trial = digest(storage)
-            parked.remake = None
-            remake.let_go()
-        parked.reading = self._copies.back.submit(parked.slot, storage.data_ptr())
-        parked.held = storage
-
-    def _settle_in(self, parked: _Parked) -> None:
-        reading = parked.reading
-        if reading is None:
-            return
-        self._pool.wait_for(reading)
-        held, parked.held, parked.reading = parked.held, None, None
-        assert held is not None
-        if reading.error is None:
-            if parked.trial:
-                self._judge(parked, digest(held))
-            return
-        self._take_memory(held)
-        reading.check()
-
-    def _judge(self, parked: _Parked, truth: bytes) -> None:
+    def _judge(self, record: StorageRecord, is_same: bool) -> None:
         """A gradient is back from the disk: was it the same when it was made anew?"""
-        for value in self._seen.values_of(parked.record):
-            self._verdicts.gradients[self._remade[value]] = parked.trial == truth
-        parked.trial = b""
+        for value in self._seen.values_of(record):
+            self._verdicts.gradients[self._remade[value]] = is_same
         self.proofs += 1
-
-    # --- room ---
-
-    def land(self) -> None:
-        """Empty the storages whose copy out is done, and let go of the memory of those whose copy back is.
-
-        Raises:
-            SpillError: a copy out failed. Its value is still in memory.
-        """
-        for parked in list(self._parked.values()):
-            if parked.writing is not None and parked.writing.done:
-                if parked.writing.error is not None:
-                    self._forget(parked)
-                    parked.writing.check()
-                self._empty(parked)
-            elif parked.reading is not None and parked.reading.done and parked.reading.error is None:
-                self._settle_in(parked)
-            elif parked.held is None and parked.record.storage() is None:
-                self._forget(parked)
-        self._forget_cancelled()
-
-    def _empty(self, parked: _Parked) -> None:
-        """The bytes are on the disk: the memory goes, unless another copy still reads it."""
-        storage = parked.held
-        assert storage is not None
-        if self._pool.is_reading(storage):
-            return
-        parked.writing = None
-        self._take_memory(storage)
-        parked.held = None
-
-    def _take_memory(self, storage: torch.UntypedStorage) -> None:
-        self._memory.empty(storage)
-        self._ledger.see_storage(storage)
-
-    def wait_for_room(self, need: int) -> None:
-        """Wait for values that are leaving as planned until so many bytes fit: they go before anything else must."""
-        for parked in [item for item in self._parked.values() if item.writing is not None]:
-            if self._ledger.live_bytes + need <= self._pool.budget_bytes:
-                return
-            if parked.writing is not None:
-                self._pool.wait_for(parked.writing)
-                self._pool.land()
-                self.land()
-
-    def send_back(self, need: int) -> None:
-        """Empty what came back and nobody looked at yet, until so many bytes fit: the last thing to try.
-
-        Before that, wait for copies that were called off and hold what nobody else does.
-        """
-        for parked in list(self._cancelled):
-            if self._ledger.live_bytes + need <= self._pool.budget_bytes:
-                return
-            if parked.writing is not None and parked.record.other_holders() <= 0:  # only the copy still holds it
-                self._pool.wait_for(parked.writing)
-                self._forget_cancelled()
-                parked.held = None
-        for parked in reversed(list(self._parked.values())):
-            if self._ledger.live_bytes + need <= self._pool.budget_bytes:
-                return
-            if parked is self._filling:
-                continue
-            self._settle_in(parked)
-            storage = parked.record.storage()
-            if parked.writing is None and storage is not None and not self._pool.is_reading(storage):
-                self._take_memory(storage)
 
     # --- the end ---
 
@@ -611,10 +327,8 @@ class Parking:
         self._postponed.clear()
         self._seen.forget_remakes()
         if self._on_demand:
-            self.restore_all()
-        for parked in list(self._parked.values()):
-            if not self._is_away(parked) or self._pool.make_room(parked.nbytes):
-                self.restore(parked.record)
+            self.parked.restore_all()
+        self.parked.restore_what_fits()
 
     def end(self) -> None:
         """The step is over, well or badly: everything comes back, whatever the budget says.
@@ -624,65 +338,9 @@ class Parking:
         """
         self.on = self.lending.on = False
         self._seen.forget_remakes()
-        impatience: KeyboardInterrupt | None = None
-        # What is made anew may be made from what comes back.
-        for parked in sorted(self._parked.values(), key=lambda parked: parked.remake is not None):
-            for is_last in (False, False, True):
-                try:
-                    self._come_back(parked)
-                    break
-                except KeyboardInterrupt as error:
-                    impatience = error
-                except Exception as error:
-                    if is_last:
-                        self._give_up_on(parked, error)
-        for parked in list(self._parked.values()):
-            self._forget(parked)
-        for parked in self._cancelled:
-            assert parked.writing is not None
-            parked.writing.wait()
-        self._forget_cancelled()
-        self._seen.forget()
-        self._calls.clear()
-        self._postponed.clear()
-        if impatience is not None:
-            raise impatience
-
-    @property
-    def away_bytes(self) -> int:
-        """Bytes of what is away, and comes back."""
-        return sum(parked.nbytes for parked in self._parked.values() if self._is_away(parked))
-
-    def _come_back(self, parked: _Parked) -> None:
-        if parked.record.serial not in self._parked:
-            return
-        if parked.writing is not None:
-            self._settle_out(parked)
-            return
-        if self._is_away(parked):
-            with suppress(SpillError):  # of copies that others needed
-                self._pool.make_room(parked.nbytes)
-            self._start_back(parked, may_evict=True, run=_call)
-        self._settle_in(parked)
-
-    def _give_up_on(self, parked: _Parked, error: Exception) -> None:
-        """Its bytes are lost. The memory is there again, and shows it: nobody is to read an address that is not."""
-        self.failure = self.failure or (_lost_state(error) if parked.lent else error)
-        storage = parked.record.storage()
-        if storage is None:
-            return
-        with suppress(RuntimeError, MemoryError):
-            self._memory.refill(storage, parked.nbytes)
-            self._ledger.see_storage(storage)
-            ctypes.memset(storage.data_ptr(), _NOT_A_NUMBER, parked.nbytes)
-
-
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
-def _lost_state(error: Exception) -> SpillError:
-    return SpillError(
-        f"training state that was parked could not be brought back, and is lost: {error}. Load the model and the"
-        " optimizer from your last checkpoint, and choose another spill_dir or a larger budget."
-    )
+        try:
+            self.parked.end()
+        finally:
+            self._seen.forget()
+            self._calls.clear()
+            self._postponed.clear()

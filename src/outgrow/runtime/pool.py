@@ -1,22 +1,20 @@
 """The unified tensor pool: every saved value of the step, wherever its bytes are, and the moves between tiers.
 
 SuperNeurons, section 3.3: one pool over the tiers, moves planned ahead where a plan exists, and a cache that
-sends the least recently used away when an allocation would not fit.
+sends the least recently used away when an allocation would not fit (`cache.py`). What was dropped is made anew by
+`dropped.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from outgrow.errors import DeviceOutOfMemory, OutgrowError
-from outgrow.planning.plan import Replay
-from outgrow.planning.recipes import burst
+from outgrow.runtime.cache import Cache
 from outgrow.runtime.copies.copy import Copies, Copy
 from outgrow.runtime.departures import Departures
 from outgrow.runtime.dropped import Dropped
@@ -32,37 +30,13 @@ from outgrow.runtime.whereabouts import Whereabouts
 from outgrow.tracing.ledger import Ledger, StorageRecord
 from outgrow.units import format_bytes
 
-if TYPE_CHECKING:
-    from outgrow.runtime.recipes import Recipe
 
-
-class Parked(Protocol):
+class EmptiedStorages(Protocol):
     """Who empties storages that the program still holds, and fills them again."""
 
     def holds(self, record: StorageRecord) -> bool: ...
 
     def restore(self, record: StorageRecord) -> None: ...
-
-
-class Maker(Protocol):
-    """Who makes dropped values anew."""
-
-    def rebuild(self, entry: Entry, mates: Sequence[Entry]) -> Sequence[torch.UntypedStorage]:
-        """The storages of a value and of its `mates`, which its recipe makes as well."""
-
-    def arrived(self, entry: Entry) -> None:
-        """A value has new memory, to be filled from the next tier or made anew in."""
-
-
-class Unknown(Protocol):
-    """Who holds saved values that the pool need not know of as long as there is memory."""
-
-    @property
-    def foretells(self) -> bool:
-        """Whether those that the cache is foretold to send away are none of them."""
-
-    def show(self, nbytes: int) -> bool:
-        """Show the pool the oldest, of `nbytes` at least if there are as many; whether there were any."""
 
 
 class Pool:
@@ -72,12 +46,10 @@ class Pool:
         stall_seconds: time for which the computation waited for copies, since `reset_counters`.
         planned_bytes: bytes that plans sent out since then.
         evicted_bytes: bytes that the cache sent out since then.
+        cache: which values leave where no plan says so.
         dropped: values that were let go of and will be made anew.
-        recent: values that are in memory, the last used last.
         parked: who parks storages; set once.
-        unknown: who knows more saved values; set once.
-        maker: who makes dropped values anew; set once.
-        aim_bytes: what the cache keeps live bytes under where it can: the budget, or somewhat less.
+        arrived: told when a value has new memory, to be filled from the next tier or made anew in; set once.
         held_back_bytes: what copies back by plan leave free for what runs already.
         page_faults: what becomes of memory that an allocator refuses.
         fast_path: who is told which storages are parked.
@@ -100,24 +72,21 @@ class Pool:
         """
         self._interrupts = interrupts or Interrupts()
         self.fast_path = fast_path or FastPath(ledger, budget_bytes, None)
-        self.page_faults = PageFaults(budget_bytes, ledger, memory, self.fast_path, self.evict, self.holdings)
+        self.cache = Cache(ledger, self, budget_bytes, least_moved_bytes)
+        self.page_faults = PageFaults(budget_bytes, ledger, memory, self.fast_path, self.cache.evict, self.holdings)
         self._ledger = ledger
         self._budget = budget_bytes
-        self.aim_bytes = budget_bytes
         self.held_back_bytes = 0
-        self._least_moved = least_moved_bytes
         self._places = places
         self._memory = memory
         self._copies = copies
         self._entries: dict[int, Entry] = {}
-        self.recent: OrderedDict[Entry, None] = OrderedDict()
         self._whereabouts = Whereabouts(ledger)
         self._planned = PlannedPlaces(places)
         self._leaving = Departures()
-        self.dropped = Dropped()
-        self.parked: Parked | None = None
-        self.unknown: Unknown | None = None
-        self.maker: Maker | None = None
+        self.dropped = Dropped(ledger, self)
+        self.parked: EmptiedStorages | None = None
+        self.arrived: Callable[[Entry], None] = lambda entry: None
         # Copies back whose value nobody wants any more; their memory may go when they are done.
         self._abandoned: list[tuple[Copy, torch.UntypedStorage]] = []
         self.reset_counters()
@@ -166,9 +135,9 @@ class Pool:
             self._whereabouts.put(entry)
         entry.handles += 1
         entry.is_changed = False
-        self._touch(entry)
+        self.cache.touch(entry)
         if is_new and is_oldest:
-            self.recent.move_to_end(entry, last=False)
+            self.cache.recent.move_to_end(entry, last=False)
         return entry
 
     def _returned(self, record: StorageRecord) -> Entry | None:
@@ -190,18 +159,8 @@ class Pool:
                 self._abandoned.append((entry.reading, entry.storage))
             elif entry.slot is not None:
                 self._places.release(entry.slot)
-            self._let_go(entry)
-            falling += self._sources_left(entry)
-
-    def drop_for(self, entry: Entry, recipe: Recipe, replay: Replay) -> None:
-        """Let go of a value that `recipe` makes anew. What the recipe starts from stays until then."""
-        for source in recipe.sources.values():
-            source.handles += 1
-        for record in recipe.states:
-            self._ledger.follow(record)
-        entry.recipe, entry.replay = recipe, replay
-        self.dropped.add(entry, recipe)
-        self._let_go(entry)
+            self.let_go(entry)
+            falling += self.dropped.take_recipe(entry)
 
     def values_in(self, record: StorageRecord) -> Sequence[Entry]:
         """The saved values that lie, or last lay, in a storage."""
@@ -258,98 +217,16 @@ class Pool:
         if self.parked is not None and self.parked.holds(record):
             self.parked.restore(record)
 
-    def restore(self, entry: Entry, wanted: Iterable[Entry] = ()) -> torch.UntypedStorage:
-        """Make a dropped value anew for its own use, after those of its sources that were dropped too, and theirs.
+    def put(self, entry: Entry, storage: torch.UntypedStorage) -> None:
+        """A value was made anew, and lies here."""
+        entry.storage = storage
+        self._whereabouts.move(entry, storage)
 
-        What its recipe makes as well comes back with it, as far as it is `wanted` now.
-        """
-        if entry.storage is None and not self._find_again(entry):
-            assert entry.recipe is not None
-            mates = self._mates_of(entry, entry.recipe, wanted)
-            with self.sources_of(entry, entry.recipe):
-                self._restore_one(entry, mates)
-                for made in (entry, *mates):
-                    self._keep(made)
-        assert entry.storage is not None
-        return entry.storage
-
-    def _mates_of(self, entry: Entry, recipe: Recipe, wanted: Iterable[Entry]) -> list[Entry]:
-        """Those of `wanted` that were dropped, and that the last call of this recipe makes as well."""
-        if not recipe.makes_several:
-            return []
-        others = dict.fromkeys(item for item in wanted if item is not entry and item.storage is None)
-        return [item for item in others if item.recipe is not None and item.recipe.ends_as(recipe)]
-
-    @contextmanager
-    def sources_of(self, entry: Entry, recipe: Recipe) -> Iterator[None]:
-        """While this lasts, the sources of `entry`'s recipe that were dropped are there.
-
-        Those that are replayed for memory's sake (SuperNeurons, section 3.4) go again as soon as nothing in this
-        burst reads them, and keep their own recipes and what those start from: of a chain only two are ever there.
-        """
-        lent: set[Entry] = set()
-
-        def missing(item: Entry) -> list[Entry]:
-            wanted = recipe if item is entry else item.recipe
-            assert wanted is not None, "what is neither here nor on the disk has a recipe"
-            gone = []
-            for _, source in sorted(wanted.sources.items(), key=lambda named: named[0]):
-                if source.storage is not None or source.slot is not None:
-                    continue
-                if source.replay is Replay.SPEED:
-                    if not self._find_again(source):
-                        gone.append(source)
-                else:
-                    lent.add(source)
-                    source.storage = source.record.storage()  # somebody else may have kept it alive
-                    if source.storage is None:
-                        gone.append(source)
-            return gone
-
-        def give_back(items: Iterable[Entry]) -> None:
-            for item in items:
-                if item in lent:
-                    lent.discard(item)
-                    self._let_go(item)
-
-        try:
-            sources, unread = burst(entry, missing)
-            for source, no_longer_read in sources:
-                self._restore_one(source)
-                if source not in lent:
-                    self._keep(source)
-                give_back(no_longer_read)
-            yield
-            give_back(unread)
-        finally:
-            give_back(list(lent))
-
-    def _restore_one(self, entry: Entry, mates: Sequence[Entry] = ()) -> None:
-        assert self.maker is not None, "nothing is dropped before somebody can make it anew"
-        storages = self.maker.rebuild(entry, mates)
-        for made, storage in zip((entry, *mates), storages, strict=True):
-            made.storage = storage
-            self._whereabouts.move(made, storage)
-
-    def _keep(self, entry: Entry) -> None:
+    def keep(self, entry: Entry) -> None:
         """A value that was made anew stays until its own use."""
-        self._forget_recipe(entry)
-        self._touch(entry)
-        self._arrived(entry)
-
-    def _forget_recipe(self, entry: Entry) -> None:
-        for source in self._sources_left(entry):
-            self.drop(source)
-
-    def _sources_left(self, entry: Entry) -> list[Entry]:
-        """Take the recipe off an entry; its sources are wanted once less."""
-        recipe, entry.recipe = entry.recipe, None
-        self.dropped.discard(entry)
-        if recipe is None:
-            return []
-        for record in recipe.states:
-            self._ledger.unfollow(record)
-        return list(recipe.sources.values())
+        self.dropped.forget_recipe(entry)
+        self.cache.touch(entry)
+        self.arrived(entry)
 
     def make_way(self, spill_bytes: int) -> None:
         """From here on a plan puts its values into the first `spill_bytes` of the next tier.
@@ -363,16 +240,17 @@ class Pool:
                 self.wait_out(entry)
             if entry.slot is None or not entry.slot.planned:
                 continue
-            self._settle(entry)
+            self.settle(entry)
             if entry.storage is None:
                 occupied.append((entry.planned_at, entry.nbytes))
             else:
                 entry.slot = None
         self._planned.set_aside(spill_bytes, occupied)
 
-    def _let_go(self, entry: Entry) -> None:
+    def let_go(self, entry: Entry) -> None:
+        """A value is safe elsewhere, or can be made anew: its memory goes, if nobody else holds it."""
         entry.storage = None
-        self.recent.pop(entry, None)
+        self.cache.forget(entry)
 
     def written(self, record: StorageRecord) -> None:
         """Somebody writes to a storage. What was copied of it is stale: fall back to the memory itself.
@@ -392,8 +270,8 @@ class Pool:
                 self._places.release(entry.slot)
                 entry.slot = None
             entry.storage = storage
-            self._forget_recipe(entry)
-            self._touch(entry)
+            self.dropped.forget_recipe(entry)
+            self.cache.touch(entry)
 
     def start_out(self, entry: Entry, offset: int | None = None) -> None:
         """Start a copy out, unless a copy exists or is under way. `offset` is the plan's place, if it has one."""
@@ -441,13 +319,28 @@ class Pool:
         # The bytes are safe in the next tier, or will be before anybody else gets this memory. If a backward op is
         # reading it right now, that op holds it, and the pool finds it again by its record: letting go here never
         # frees memory in use.
-        self._let_go(entry)
+        self.let_go(entry)
 
     def _wait_for_first(self) -> None:
         first = self._leaving.first
         assert first is not None
         self.wait_for(first)
         self._land_first()
+
+    def wait_for_departure(self) -> bool:
+        """Wait for the copy out that lands next, if the memory of any is free then; False if there is none such."""
+        if not self._leaving.will_free:
+            return False
+        self._wait_for_first()
+        return True
+
+    def wait_for_abandoned(self) -> bool:
+        """Wait for the first copy back of a value that nobody wants any more; False if there is none."""
+        if not self._abandoned:
+            return False
+        self.wait_for(self._abandoned[0][0])
+        self.land()
+        return True
 
     def wait_out(self, entry: Entry) -> None:
         """Wait until a value has left."""
@@ -459,7 +352,7 @@ class Pool:
         """Start a planned copy back; False while it and the coming `room_ahead` bytes do not fit the budget."""
         if entry.storage is not None or entry.slot is None or entry.handles == 0:
             return True
-        if self._find_again(entry):
+        if self.find_again(entry):
             return True
         self.land()
         if self._ledger.live_bytes + entry.nbytes + max(room_ahead, self.held_back_bytes) > self._budget:
@@ -476,11 +369,11 @@ class Pool:
         Whoever asks holds the memory from here on: plan actions in between may well let go of the pool's hold.
         """
         if entry.reading is not None and entry.reading.error is not None:
-            self._settle(entry)  # it was fetched ahead of its use, in vain: try once more
-        self._touch(entry)
-        if entry.storage is None and not self._find_again(entry):
+            self.settle(entry)  # it was fetched ahead of its use, in vain: try once more
+        self.cache.touch(entry)
+        if entry.storage is None and not self.find_again(entry):
             if entry.slot is None:
-                return self.restore(entry)
+                return self.dropped.restore(entry)
             make_room(entry.nbytes)
             self._start_in(entry, may_evict=True)
         assert entry.storage is not None
@@ -493,11 +386,11 @@ class Pool:
         Raises:
             SpillError: they could not be read.
         """
-        failed = self._settle(entry)
+        failed = self.settle(entry)
         if failed is not None:
             failed.check()
 
-    def _settle(self, entry: Entry) -> Copy | None:
+    def settle(self, entry: Entry) -> Copy | None:
         """Wait for a copy back, if there is one. If it failed, the value is away as before, and it is returned."""
         reading = entry.reading
         if reading is None:
@@ -506,21 +399,21 @@ class Pool:
         entry.reading = None
         if reading.error is None:
             return None
-        self._let_go(entry)
+        self.let_go(entry)
         # Somebody may still hold that memory, an exception's frames for one: it must not be found again.
         self._whereabouts.forget(entry)
         entry.record = StorageRecord(entry.record.serial, 0, entry.nbytes)
         return reading
 
-    def _find_again(self, entry: Entry) -> bool:
+    def find_again(self, entry: Entry) -> bool:
         """Take the memory back if somebody else kept it alive: no copy is needed then."""
         storage = entry.record.storage()
         if storage is None:
             return False
         entry.storage = storage
         self._unpark(entry.record)
-        self._forget_recipe(entry)
-        self._touch(entry)
+        self.dropped.forget_recipe(entry)
+        self.cache.touch(entry)
         return True
 
     def _start_in(self, entry: Entry, *, may_evict: bool) -> None:
@@ -530,8 +423,8 @@ class Pool:
         entry.storage = storage
         self._whereabouts.move(entry, storage)
         entry.reading = self._copies.back.submit(slot, storage.data_ptr())
-        self._touch(entry)
-        self._arrived(entry)
+        self.cache.touch(entry)
+        self.arrived(entry)
 
     def _allocate(self, nbytes: int, *, may_evict: bool) -> torch.UntypedStorage:
         with torch._C._DisableTorchDispatch():
@@ -547,69 +440,6 @@ class Pool:
                         raise DeviceOutOfMemory("no memory for a saved value that was to come back") from error
                     self.page_faults.meet(error, nbytes, "a saved value on its way back")
 
-    def make_room(self, need: int) -> bool:
-        """Send the least recently used away until `need` more bytes fit what is aimed at; whether they do now."""
-        self.land()
-        while (excess := self._ledger.live_bytes + need - self.aim_bytes) > 0:
-            if not self._send_away(excess):
-                return False
-        return True
-
-    def evict(self, nbytes: int) -> bool:
-        """Send the least recently used away until `nbytes` are free, budget or not; whether anything went."""
-        before = self._ledger.live_bytes
-        while before - self._ledger.live_bytes < nbytes and self._send_away(nbytes):
-            pass
-        return self._ledger.live_bytes < before
-
-    def _send_away(self, nbytes: int) -> bool:
-        """Take one step towards `nbytes` of free memory, the quickest there is; False if there is none."""
-        if self._leaving.will_free:
-            self._wait_for_first()
-            return True
-        if self.unknown is not None and self.unknown.foretells and self._start_away(nbytes, but_not_again=True):
-            return True
-        while True:
-            were_more = self.unknown is not None and self.unknown.show(nbytes)
-            if self._start_away(nbytes):
-                return True
-            if not were_more:
-                break
-        if not self._abandoned:
-            return False
-        # Nobody wants it any more, and its memory is all that is left to hope for.
-        self.wait_for(self._abandoned[0][0])
-        self.land()
-        return True
-
-    def _start_away(self, nbytes: int, *, but_not_again: bool = False) -> bool:
-        """Let go of the least recently used, or start to copy them out, until that frees `nbytes`; whether any left.
-
-        What has come back since it left is only sent away once more where that may be.
-        """
-        before, submitted = self._ledger.live_bytes, 0
-        for entry in list(self.recent):
-            if submitted + before - self._ledger.live_bytes >= nbytes:
-                break
-            if not self._may_leave(entry) or (but_not_again and entry.slot is not None):
-                continue
-            self._settle(entry)  # fetched ahead of need, and now the room is needed more
-            if entry.slot is not None:  # a clean copy: nothing to write
-                self._let_go(entry)
-            else:
-                self.start_out(entry)
-                submitted += entry.nbytes
-        return submitted > 0 or self._ledger.live_bytes < before
-
-    def _may_leave(self, entry: Entry) -> bool:
-        return (
-            entry.storage is not None
-            and entry.writing is None
-            and entry.nbytes >= self._least_moved
-            and not self.is_parked(entry.record)
-            and entry.record.other_holders() <= 0
-        )
-
     def wait_for(self, copy: Copy) -> None:
         """Wait for a copy, and count the time as stall."""
         if copy.done:
@@ -619,26 +449,17 @@ class Pool:
             copy.wait()
         self.stall_seconds += time.perf_counter() - start
 
-    def _arrived(self, entry: Entry) -> None:
-        if self.maker is not None:
-            self.maker.arrived(entry)
-
-    def _touch(self, entry: Entry) -> None:
-        if entry.recipe is None:  # else it is away, or there for a moment: nothing that the cache could send away
-            self.recent[entry] = None
-            self.recent.move_to_end(entry)
-
     def spare(self) -> Iterator[StorageRecord]:
         """Storages that could be sent away now: of graphs that the program keeps, between two steps."""
         there = {entry.record.serial: entry for entry in self._entries.values() if entry.storage is not None}
         for entry in there.values():
-            if entry.writing is not None or self._may_leave(entry):
+            if entry.writing is not None or self.cache.may_leave(entry):
                 yield entry.record
 
     def holdings(self) -> str:
         """What the pool has in memory, for error messages."""
         inside = [entry for entry in self._entries.values() if entry.storage is not None]
-        busy = [entry for entry in inside if not self._may_leave(entry)]
+        busy = [entry for entry in inside if not self.cache.may_leave(entry)]
         total, used = (format_bytes(sum(entry.nbytes for entry in group)) for group in (inside, busy))
         return f"{format_bytes(self._ledger.live_bytes)} are alive, {total} of them saved values, {used} in use"
 
@@ -659,18 +480,17 @@ class Pool:
             self._copies.close()
             self._leaving.close()
             self._abandoned.clear()
-            self.recent.clear()
+            self.cache.recent.clear()
             self._whereabouts.close()
-            for entry in list(self.dropped):  # could not be made anew
-                self._sources_left(entry)
+            self.dropped.close()
             self._places.close()
         if failure is not None:
             raise failure
 
     def _bring_back(self, entry: Entry) -> None:
-        if entry.handles > 0 and entry.storage is None and not self._find_again(entry):
+        if entry.handles > 0 and entry.storage is None and not self.find_again(entry):
             if entry.slot is None:
-                self.restore(entry)
+                self.dropped.restore(entry)
             else:
                 self._start_in(entry, may_evict=False)
         self.wait_in(entry)

@@ -188,7 +188,7 @@ class Recomputer:
         # A source that came back lies elsewhere than where it was saved.
         for entry in self._pool.dropped.readers_of(record.serial, self._pool.values_in(record)):
             if entry.recipe is not None:  # not made anew on behalf of another one
-                self._pool.restore(entry)
+                self._pool.dropped.restore(entry)
 
     # --- dropping, and making anew ---
 
@@ -251,7 +251,7 @@ class Recomputer:
     def _let_go(self, item: _Drop) -> None:
         # A proof takes room, for which the cache may have sent this very value away.
         if not self._pool.has_safe_copy(item.entry):
-            self._pool.drop_for(item.entry, item.recipe, item.replay)
+            self._pool.dropped.add(item.entry, item.recipe, item.replay)
 
     def _verify(self, items: Sequence[_Drop]) -> bool:
         """The true values are still there: make them anew and compare, once for each kind of step, if none is larger.
@@ -264,7 +264,7 @@ class Recomputer:
         items = [item for item, _ in there]
         first, *others = items
         try:
-            with self._pool.sources_of(first.entry, first.recipe):
+            with self._pool.dropped.sources_of(first.entry, first.recipe):
                 made = self._replay(first.recipe, [item.recipe.target for item in others])
             same = [self._is_same(new, true) for new, (_, true) in zip(made, there, strict=True)]
         except OtherOutputs:

@@ -10,7 +10,7 @@ from outgrow.runtime.demand import Demand
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.handles import node_that_unpacks
 from outgrow.runtime.need import Need
-from outgrow.runtime.parking import Parking
+from outgrow.runtime.parked import ParkedStorages
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.tracing.ledger import Ledger
@@ -44,17 +44,18 @@ class Room:
         self.budget_bytes = budget_bytes
         self._ledger = ledger
         self._pool = pool
+        self._cache = pool.cache
         self._memory = memory
         self._fast = fast_path
         self._too_small = too_small
         self._is_counted = memory.is_counted
-        self._parking: Parking | None = None
+        self._parked: ParkedStorages | None = None
         self._demand: Demand | None = None
         self.begin(keeps_margin=False, counts_always=False)
 
-    def ask(self, parking: Parking, demand: Demand) -> None:
+    def ask(self, parked: ParkedStorages, demand: Demand) -> None:
         """From here on these are asked for room, too; they need some themselves."""
-        self._parking, self._demand = parking, demand
+        self._parked, self._demand = parked, demand
 
     def begin(self, *, keeps_margin: bool, counts_always: bool) -> None:
         """A step begins.
@@ -66,7 +67,7 @@ class Room:
         self.had_garbage = False
         self._certain = self._pool.held_back_bytes = 0  # of the budget, for what is to run
         self._counts_always = counts_always
-        self._pool.aim_bytes = self.budget_bytes - (self._memory.margin_bytes if keeps_margin else 0)
+        self._cache.aim_bytes = self.budget_bytes - (self._memory.margin_bytes if keeps_margin else 0)
 
     def prepare(self, need: Need, where: str) -> None:
         """Make room for an op, named `where`, in the budget and in the resident set.
@@ -75,11 +76,11 @@ class Room:
             BudgetTooSmall: the budget has no room for what the op takes for certain.
         """
         self._fast.hear()
-        if self._parking is not None and self._parking.busy:
-            self._parking.land()
+        if self._parked is not None and self._parked.busy:
+            self._parked.land()
         if self._is_counted:
             self._memory.count(self.budget_bytes if self._counts_always else need.likely_bytes)
-        if self._ledger.live_bytes + need.likely_bytes > self._pool.aim_bytes:
+        if self._ledger.live_bytes + need.likely_bytes > self._cache.aim_bytes:
             self.where = where
             self.make(need.likely_bytes, need.certain_bytes)
         else:
@@ -93,22 +94,22 @@ class Room:
         Raises:
             BudgetTooSmall: not even `certain_bytes` do (None: as many).
         """
-        parking, demand = self._parking, self._demand
-        assert parking is not None
+        parked, demand = self._parked, self._demand
+        assert parked is not None
         assert demand is not None
         certain_bytes = likely_bytes if certain_bytes is None else certain_bytes
-        if parking.busy:
-            parking.wait_for_room(likely_bytes)
+        if parked.busy:
+            parked.wait_for_room(likely_bytes)
         budget = self.budget_bytes - self._certain
-        if self._pool.make_room(likely_bytes) or self._ledger.live_bytes + likely_bytes <= budget:
+        if self._cache.make_room(likely_bytes) or self._ledger.live_bytes + likely_bytes <= budget:
             return
-        if parking.busy:
-            parking.send_back(likely_bytes)
+        if parked.busy:
+            parked.send_back(likely_bytes)
         if demand.on:
             demand.make_room(likely_bytes)
         if self._ledger.live_bytes + certain_bytes > budget and not demand.is_paused:
             self.collect()
-            self._pool.make_room(likely_bytes)  # what garbage held as well may leave by now
+            self._cache.make_room(likely_bytes)  # what garbage held as well may leave by now
         if self._ledger.live_bytes + certain_bytes > budget:
             where = self.where or f"the unpacking for {node_that_unpacks() or 'a saved tensor'}"
             raise self._too_small(self._ledger.live_bytes + certain_bytes + self._certain, where)
@@ -121,13 +122,13 @@ class Room:
         runs may take more, and is measured.
         """
         certain, kept = (nbytes, nbytes) if is_certain else (0, self.budget_bytes)
-        self._pool.aim_bytes -= nbytes
+        self._cache.aim_bytes -= nbytes
         self._pool.held_back_bytes += kept
         self._certain += certain
         try:
             yield
         finally:
-            self._pool.aim_bytes += nbytes
+            self._cache.aim_bytes += nbytes
             self._pool.held_back_bytes -= kept
             self._certain -= certain
 

@@ -120,8 +120,8 @@ class Runner:
         self._room.where = facts.name
         if self._demand.on:
             self._demand.before(facts, inputs)
-        if parking.busy:
-            parking.touch(inputs)
+        if parking.parked.busy:
+            parking.parked.touch(inputs)
             for tensor in chain(written_tensors(facts, args, kwargs), unsaid):
                 changed = see(tensor)
                 if changed is not None:
@@ -203,8 +203,8 @@ class Runner:
         """An op is about to write to these storages."""
         self._recomputer.before_write(written)
         for record in written:
-            if self._parking.busy:
-                self._parking.before_write(record)
+            if self._parking.parked.busy:
+                self._parking.parked.before_write(record)
             self._pool.written(record)
 
     def _wants_care(
@@ -227,8 +227,8 @@ class Runner:
     def pass_view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A view will be made: an op of the trace, which needs no care."""
         self._fast.pass_view()
-        if self._parking.busy:  # bounds are checked against the storage
-            self._parking.touch(tensors_in(args, kwargs))
+        if self._parking.parked.busy:  # bounds are checked against the storage
+            self._parking.parked.touch(tensors_in(args, kwargs))
 
     @property
     def is_inside_compiled(self) -> bool:
@@ -238,7 +238,7 @@ class Runner:
     @property
     def parks(self) -> bool:
         """Whether Python functions are watched, ours too if nobody looks away."""
-        return self._current.sees_functions or self._parking.busy
+        return self._current.sees_functions or self._parking.parked.busy
 
     @property
     def sees_views(self) -> bool:
@@ -253,12 +253,12 @@ class Runner:
         self._hooks.come_here()
         with self._interrupts.shut(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             record = self._ledger.at(address)
-            if record is None or not self._parking.busy:
+            if record is None or not self._parking.parked.busy:
                 return
             try:
-                self._parking.restore(record)
+                self._parking.parked.restore(record)
                 self._parking.before_change(record)
-                self._parking.before_write(record)
+                self._parking.parked.before_write(record)
             except (OutgrowError, RuntimeError, MemoryError) as error:
                 _LOG.info("fallback: gradients are not summed up in place: %s", error)
 

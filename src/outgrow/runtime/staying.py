@@ -127,7 +127,7 @@ class Staying:
         stays.look, stays.strays = look, strays
         stays.is_parked = fast_path.asks_parked
         self.pack, self.unpack = stays.pack, stays.unpack
-        stays.recent = pool.recent
+        stays.recent = pool.cache.recent
         self.window, self.returned = module.window, module.returned
 
     def reset(self, epoch: int, packs: list[int]) -> None:
