@@ -449,7 +449,7 @@ def test_a_step_that_departs_in_a_backward_pass_meets_the_budget_after_it_and_th
                 assert alive + rise_of(partial(step, session, k)) <= session.budget_bytes, f"step {k}"
             if k == 4:
                 assert session.summary().predicted_peak_bytes is None
-                assert session._wary  # what came before it was watched may pass the budget
+                assert session._aftermath.wary  # what came before it was watched may pass the budget
 
 
 def test_a_number_that_an_op_of_somebodys_own_gives_says_nothing_of_what_it_takes() -> None:

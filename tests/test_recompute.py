@@ -144,13 +144,13 @@ def test_a_recipe_that_never_has_room_is_given_up_and_its_plan_is_timed_all_the_
     train(plain, straight, None)
     train(plain, straight, None)
     with opened(ours) as session:
-        compare = session._planner.compare
+        compare = session._aftermath._planner.compare
 
         def compare_and_tell(kind: StepKind, outcome: StepOutcome, *rest: Any) -> bool:
             proved.append(outcome.proved)
             return compare(kind, outcome, *rest)
 
-        monkeypatch.setattr(session._planner, "compare", compare_and_tell)
+        monkeypatch.setattr(session._aftermath._planner, "compare", compare_and_tell)
         train(ours, straight, session)
         train(ours, straight, session)
         assert session.plan is not None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, ParamSpec, TypeVar
@@ -33,9 +31,9 @@ from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Verdicts
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.updates import FirstUpdates
-from outgrow.session.kind import StepKind
+from outgrow.session.aftermath import Aftermath
 from outgrow.session.kinds import Kinds
-from outgrow.session.learning import Planner, lost_to_moves
+from outgrow.session.learning import Planner
 from outgrow.session.opening import (
     device_of,
     host_bytes_of,
@@ -51,14 +49,11 @@ from outgrow.session.state import TrainingState
 from outgrow.summary import Summary
 from outgrow.tracing.capture import as_sequence
 from outgrow.tracing.compiled import compiled_modules
-from outgrow.tracing.ir import Fit
 from outgrow.tracing.ledger import Ledger
 from outgrow.tracing.recorder import ModuleNames, Recorder
 from outgrow.units import parse_bytes
 
 _LOG = logging.getLogger(__name__)
-# Summaries that are remembered: of a long training the last ones are what is looked at.
-_MOST_SUMMARIES = 1000
 # The interpreter of scripts has an error of its own for whatever is raised in them, without its words.
 _IN_SCRIPT = "TorchScript"
 
@@ -160,7 +155,7 @@ class Session:
         self._copies, self._memory = backend.copies, backend.memory
         convolutions = open_convolutions(kind_of_workspace, self._device, _weakly(self._free_bytes))
         self._watches_all = convolutions.needs_all
-        self._planner = Planner(self._policy, self._memory, margin_bytes=backend.memory.margin_bytes)
+        planner = Planner(self._policy, self._memory, margin_bytes=backend.memory.margin_bytes)
         self._interrupts = Interrupts()
         self._held = ExitStack()  # in a step: they wait
         self._pool = Pool(
@@ -191,11 +186,11 @@ class Session:
             compiled,
             self._interrupts,
         )
-        self._recorded = Recorded(
+        recorded = Recorded(
             self.budget_bytes,
             self._device,
             self._kinds,
-            self._planner,
+            planner,
             self._ledger,
             self._pool,
             self._copies,
@@ -211,15 +206,9 @@ class Session:
         self._thread = 0  # that the step is on
         self._begun: Plan | None = None  # what the step that is open goes by
         self._refusal = ""  # the last one in it, in words: errors hold what their frames hold
-        self._history: deque[Summary] = deque(maxlen=_MOST_SUMMARIES)
-        self._untimed: tuple[StepKind | None, Plan | None, StepOutcome, bool] | None = None
-        self._oom_retries = self._replans = 0
-        self._planned_budget = self.budget_bytes  # less where the allocator refused what the budget allows
-        # For good: in a step that was not watched memory ran out, or its plan did not hold; or one passed the budget.
-        self._wary = False
-        self._peak = 0
-        # What the last recorded step took, with planning for it, and what it took to come to the last plan.
-        self._recording_seconds = self._plan_cost_seconds = math.inf
+        self._aftermath = Aftermath(
+            self.budget_bytes, self._policy.name, self._kinds, planner, recorded, self._memory, self._interrupts
+        )
         self._first_updates = FirstUpdates(self._optimizer_begins)
         self._closed = False
         Session._open.add(self)
@@ -236,16 +225,15 @@ class Session:
         Raises:
             SessionError: no step was finished yet.
         """
-        self._read_clock(adapt=not self._in_step)
-        if not self._history:
+        if not (history := self.history):
             raise SessionError("no step was finished yet: run one inside `with session.step():`")
-        return self._history[-1]
+        return history[-1]
 
     @property
     def history(self) -> tuple[Summary, ...]:
         """The figures of the last steps, at most 1000, the oldest first."""
-        self._read_clock(adapt=not self._in_step)
-        return tuple(self._history)
+        self._aftermath.read_clock(adapt=not self._in_step)
+        return tuple(self._aftermath.history)
 
     def report(self, path: str | Path, *, title: str | None = None) -> None:
         """Write what the session plans and measures as one HTML file, for any browser and without a network.
@@ -283,7 +271,7 @@ class Session:
     @property
     def peak_bytes(self) -> int:
         """The highest measured peak of any step so far, in bytes."""
-        return self._peak
+        return self._aftermath.peak_bytes
 
     @property
     def plan(self) -> Plan | None:
@@ -309,7 +297,7 @@ class Session:
         with self._interrupts.held(), ExitStack() as undo:
             for part in (self._ledger, self._executor, self._memory, self._pool, self._first_updates):
                 undo.callback(part.close)
-            self._read_clock(adapt=False)
+            self._aftermath.read_clock(adapt=False)
             self._executor.kept = None
 
     def __enter__(self) -> Session:
@@ -365,7 +353,7 @@ class Session:
         kinds = self._state.kinds()
         records = self._kinds.should_record
         self._recorder = Recorder(self._ledger, ModuleNames(self._state.models), kinds) if records else None
-        watch = records or plan is None or self._wary or self._watches_all or plan.needs_watch
+        watch = records or plan is None or self._aftermath.wary or self._watches_all or plan.needs_watch
         # What the plan knows nothing of may take its room; graphs of earlier steps have to leave for it.
         watch = watch or self._is_fuller_than(plan) or any(True for _ in self._pool.spare())
         watch = watch or self._kinds.come_in_no_order  # what goes by another plan later has its ops pass then, too
@@ -402,140 +390,28 @@ class Session:
         finally:
             self._in_step = False
             self._executor.kept = self if self._pool.has_entries else None
-        self._read_clock()
-        expected = self._kinds.expected
-        self._oom_retries += outcome.oom_retries
-        if error is not None and is_out_of_memory(error):
-            self._wary = True
-        if outcome.oom_retries:
-            self._planned_budget = min(self._planned_budget, outcome.fault_level)
-            if expected is not None:
-                expected.distrust()
-        if outcome.knows_peak:
-            self._peak = max(self._peak, outcome.peak_bytes)
-        elif outcome.followed and expected is not None:
-            self._peak = max(self._peak, expected.likely_peak)
+        self._aftermath.measured(outcome)
         if error is not None:
-            if outcome.failure is not None:
-                error.add_note(str(outcome.failure))
-            if self._refusal and _IN_SCRIPT in str(error):
-                error.add_note(self._refusal)
-            if isinstance(error, BudgetTooSmall):
-                self._kinds.refused(is_strange=not outcome.followed)
+            self._failed(error, outcome)
             return
         if outcome.failure is not None:
             raise outcome.failure
-        begun = expected.plan if self._kinds.has_turned and expected is not None else self._begun
-        plan = begun if outcome.followed else None
-        self._kinds.count()
-        is_over = outcome.followed and outcome.knows_peak and outcome.peak_bytes > self.budget_bytes
-        self._wary = self._wary or outcome.unseen or outcome.had_garbage or is_over
-        went_by_it = outcome.fit is Fit.EXACT and not outcome.turned_late
-        if expected is not None and plan is not None and recorder is None and went_by_it:
-            # What was proved will be dropped from now on, and wants room when it is made anew.
-            fits = outcome.fits or (expected.fits and not outcome.proved)
-            # The next one may be larger, or its ops may have other numbers.
-            expected.loses_count = expected.loses_count or outcome.lost_count
-            expected.fits = fits and not (plan.problem.trace.varies or expected.loses_count)
-        wants_plan = False
-        if outcome.followed and outcome.fit is not Fit.EXACT:
-            assert expected is not None
-            if outcome.fits and sum(outcome.packs) > sum(expected.largest_held):
-                expected.largest_held = outcome.packs
-            wants_plan = self._kinds.resembled(outcome.packs, outcome.fit)
-            plan = None  # what it predicts is not for such sizes
-        is_known_well = outcome.followed and expected is not None and expected.steady
-        came = expected if outcome.followed else None
-        if recorder is not None and not is_known_well:
-            start = time.perf_counter()
-            kinds = self._state.kinds()
+        finish, is_laid_out = None, True
+        if recorder is not None:
+            finish = partial(recorder.finish, self._state.kinds(), self._device.type, measured=True)
             is_laid_out = self._state.wrappers.layouts() == self._layouts
-            with self._where_memory_allows():
-                trace = recorder.finish(kinds, self._device.type, measured=True)
-                came = self._recorded.learn(outcome, trace, self._planned_budget, is_laid_out=is_laid_out)
-            self._recording_seconds = self._plan_cost_seconds = outcome.seconds + time.perf_counter() - start
-        elif not outcome.followed:
-            came = self._kinds.departed(outcome.packs)
-        elif wants_plan:
-            assert expected is not None
-            came = self._plan_for(expected, outcome) or came
-        self._kinds.seen(came, expected, outcome.packs)
-        # What was recorded is planned for by now.
-        may_adapt = (recorder is None or is_known_well) and not self._kinds.has_turned
-        self._untimed = (expected, plan, outcome, may_adapt)
-        if outcome.times is None:
-            self._read_clock()
+        self._aftermath.went_well(outcome, self._begun, finish, is_laid_out=is_laid_out)
 
-    def _read_clock(self, *, adapt: bool = True) -> None:
-        """Judge the last step by its times; a device that runs beside the host may still be at it, and is waited for.
-
-        While the host prepares a step, the device does the one before: asking at once how long that took would have
-        it wait for the host each time. Its plan is adapted, if that may be and nobody gave it up meanwhile.
-        """
-        if self._untimed is None:
-            return
-        (kind, plan, outcome, may_adapt), self._untimed = self._untimed, None
-        is_late = outcome.times is not None
-        outcome = outcome.timed()
-        may_adapt = may_adapt and adapt and plan is not None
-        if may_adapt and kind is not None and kind.plan is plan and (kind.steady or not is_late):
-            with self._where_memory_allows():
-                hardware = self._recorded.hardware()
-                changed = self._planner.compare(kind, outcome, hardware, self._planned_budget)
-                if not changed and self._planner.wants_room(kind, outcome):
-                    changed = self._planner.leave_room(kind, self._planned_budget)
-                self._replans += changed
-        elif kind is not None and outcome.followed and outcome.fit is not Fit.EXACT:
-            self._judge_other_size(kind, outcome, adapt=adapt)
-        self._summarise(kind, plan, outcome)
-
-    def _judge_other_size(self, kind: StepKind, outcome: StepOutcome, *, adapt: bool) -> None:
-        """The last step went by the plan of a kind, but for its sizes."""
-        with self._where_memory_allows():
-            hardware = self._recorded.hardware()
-            if adapt and outcome.fit is Fit.SMALLER and self._kinds.of(outcome.packs) is None:
-                lost = lost_to_moves(outcome, kind.plan, hardware)
-                if self._kinds.fared(kind, outcome.packs, lost / self._plan_cost_seconds):
-                    self._plan_for(kind, outcome)
-            if adapt:
-                with self._interrupts.let_in():
-                    self._replans += self._planner.refine(kind, outcome, hardware, self._planned_budget)
-
-    # --- learning ---
-
-    def _plan_for(self, followed: StepKind, outcome: StepOutcome) -> StepKind | None:
-        """Steps like one that went by another's plan are worth their own: make it, or else record the next."""
-        kind, start = self._kinds.of(outcome.packs), time.perf_counter()
-        if kind is not None:
-            return kind
-        with self._where_memory_allows():
-            kind = self._recorded.foresee(followed, outcome, self._planned_budget)
-        if kind is None:
-            self._kinds.record_for_want_of_plan(outcome.packs)
-            self._plan_cost_seconds = self._recording_seconds
-        else:
-            self._plan_cost_seconds = time.perf_counter() - start
-        return kind
-
-    @contextmanager
-    def _where_memory_allows(self) -> Iterator[None]:
-        """A step that went well does not fail for want of memory to plan the next one.
-
-        Cycles of garbage wait meanwhile: planning leaves none, and while it makes much that goes again by itself the
-        collector would look through all there is, traces with it, time and again.
-        """
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self._memory.relieve()
-            _LOG.warning("no memory to plan with, so plans stay as they are: %s", error)
-        finally:
-            if collects:
-                gc.enable()
+    def _failed(self, error: BaseException, outcome: StepOutcome) -> None:
+        """The step that is over raised an error."""
+        if is_out_of_memory(error):
+            self._aftermath.wary = True
+        if outcome.failure is not None:
+            error.add_note(str(outcome.failure))
+        if self._refusal and _IN_SCRIPT in str(error):
+            error.add_note(self._refusal)
+        if isinstance(error, BudgetTooSmall):
+            self._kinds.refused(is_strange=not outcome.followed)
 
     def _is_fuller_than(self, plan: Plan | None) -> bool:
         """Whether more is there as a step begins than its plan reckons with."""
@@ -543,30 +419,6 @@ class Session:
             return True
         foreseen = plan.problem.trace.bytes_before + plan.problem.base_bytes
         return self._ledger.live_bytes > foreseen + max(LEAST_BASE_BYTES, self.budget_bytes // JITTER_SHARE)
-
-    def _summarise(self, kind: StepKind | None, plan: Plan | None, outcome: StepOutcome) -> None:
-        """`kind` is what the step was expected to be, `plan` its plan then if the step followed that."""
-        away = outcome.planned_bytes + outcome.evicted_bytes
-        peak = outcome.peak_bytes
-        if kind is not None and plan is not None and not outcome.knows_peak:
-            peak = kind.likely_peak
-        summary = Summary(
-            policy=self._policy.name,
-            budget_bytes=self.budget_bytes,
-            predicted_peak_bytes=None if plan is None else plan.expected_peak_bytes,
-            measured_peak_bytes=peak,
-            predicted_step_seconds=None if plan is None else plan.simulate().step_seconds,
-            step_seconds=outcome.seconds,
-            kept_bytes=outcome.kept_bytes,
-            offloaded_bytes=away,
-            recomputed_bytes=outcome.recomputed_bytes,
-            stall_seconds=outcome.stall_seconds,
-            recompute_seconds=outcome.recompute_seconds,
-            plan_seconds=0.0 if self._kinds.expected is None else self._kinds.expected.plan_seconds,
-            oom_retries=self._oom_retries,
-            replans=self._replans + self._recorded.replans,
-        )
-        self._history.append(summary)
 
     # --- refusals ---
 
