@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -158,8 +159,9 @@ def digest(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.O
     return total.hexdigest()
 
 
+@cache
 def train_plain(make: Make, steps: int) -> Result:
-    """Train with plain PyTorch."""
+    """Train with plain PyTorch; once, where several tests compare with the same."""
     torch.manual_seed(0)
     training = make()
     torch.manual_seed(1)
@@ -192,8 +194,9 @@ def budget_for(make: Make, share: float, *, least_moved_bytes: int = 1) -> int:
     return int(max(plain_peak * share, least))
 
 
+@cache
 def bounds_of(make: Make, *, least_moved_bytes: int = 1) -> tuple[int, int]:
-    """The plain peak, and the least feasible budget; in bytes.
+    """The plain peak, and the least feasible budget; in bytes. Asked for once, as above.
 
     Measured on a real step, so that workspaces count; a little more than the least, since the first step guesses.
     """

@@ -24,10 +24,10 @@ FAMILIES: tuple[tuple[str | Policy, ...], ...] = (
 OF_EACH_KIND = ("resnet-18", "gpt-2x64")
 # And these without momentum, the last step left out: to make and to update their tens of millions of parameters takes
 # most of their time.
-OF_MANY_PARAMETERS = ("vit-b16", "alexnet", "resnet-50", "inception-v4")
+OF_MANY_PARAMETERS = ("alexnet", "resnet-50", "inception-v4")
 # AlexNet stands for the first two, whose layers are its own, and whose parameters are many times as many, ResNet-50
-# for the third, whose blocks are its own.
-LIKE_OTHERS = ("overfeat", "vgg-16", "resnet-152")
+# for the third, whose blocks are its own, and the GPT for the last, which is made of the same blocks.
+LIKE_OTHERS = ("overfeat", "vgg-16", "resnet-152", "vit-b16")
 NETWORKS = [case for case in CASES if case[0] not in LIKE_OTHERS]
 STEPS = 4  # cold, recorded under its first plan, under the plan of the steady step, and one that lets ops pass
 

@@ -698,7 +698,7 @@ class ParkSome:
         return make_plan(self.name, problem, (), parks=tuple(chosen))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     draws=st.lists(st.integers(0, 1000), min_size=1, max_size=12),
     links=st.lists(
