@@ -38,6 +38,7 @@ check: $(STAMP)  ## lint, formatting, types, import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/lint-imports --no-cache
 
 docs: $(STAMP)  ## build the documentation in site/, warnings are errors

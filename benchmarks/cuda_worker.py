@@ -144,7 +144,8 @@ class Job:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = spec.tf32
         if spec.deterministic:
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            settings: Any = torch.utils.deterministic
+            settings.fill_uninitialized_memory = False
         self.spec = spec
         self.network = find(spec.network)
         self.classes = self.network.classes

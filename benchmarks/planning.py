@@ -143,7 +143,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
     given = parser.parse_args()
     hardware = machines()
-    times = [timed(*item, hardware["this machine"]) for item in _TIMED]
+    here = hardware["this machine"]
+    times = [timed(name, batch, size, budget, here) for name, batch, size, budget in _TIMED]
     for item in times:
         print(f"{item['network']}: traced in {item['trace_seconds']:.1f} s, planned in {item['plan_seconds']:.2f} s")
     floors: list[dict[str, Any]] = []

@@ -218,7 +218,9 @@ def race(task: Task, seed: int, setting: Setting, pause: Callable[[], None]) -> 
                     reached = seconds, samples
                 pause()
         peak = session.peak_bytes
-    return Race(seed, batch * passes, *(reached or (None, None)), score, statistics.median(times), peak)
+    seconds_to_it, samples_to_it = reached or (None, None)
+    median = statistics.median(times)
+    return Race(seed, batch * passes, seconds_to_it, samples_to_it, score, median, peak)
 
 
 def meet(name: str, seed: int, settings: list[Setting]) -> list[Race]:

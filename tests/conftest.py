@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,7 +65,7 @@ def child_command(function: Callable[..., Any], *arguments: Any) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def _forks() -> BaseContext:
+def _forks() -> ForkServerContext:
     """Makes processes that are forked off one in which nothing ran, but imports are done: those take five seconds."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["pytest", "torch._dynamo", "scipy.optimize", "outgrow.session"])
@@ -108,7 +108,9 @@ def take_own_mounts() -> None:
 class Child:
     """A function of a test module that runs in a process of its own, on one core."""
 
-    def __init__(self, forks: BaseContext, function: Callable[..., Any], *arguments: Any, own_mounts: bool) -> None:
+    def __init__(
+        self, forks: ForkServerContext, function: Callable[..., Any], *arguments: Any, own_mounts: bool
+    ) -> None:
         self._errors = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - it lives as long as the process
         self._answers, sender = forks.Pipe(duplex=False)
         call = (sender, self._errors.name, function, json.dumps(arguments), own_mounts)
@@ -119,8 +121,10 @@ class Child:
     def result(self, seconds: float = CHILD_SECONDS) -> Any:
         """What the function returned, by way of JSON. A child that takes longer than `seconds` is killed."""
         with self._errors, self._answers:
+            if not self._answers.poll(seconds):
+                self._end()
             with suppress(EOFError):  # it ended without an answer
-                answer = self._answers.recv() if self._answers.poll(seconds) else self._end()
+                answer = self._answers.recv()
             self._process.join()
             code = self._process.exitcode
             assert code == 0, f"the child ended with {code}:\n{self._said()}"
@@ -144,7 +148,7 @@ class StartChild(Protocol):
 
 
 @pytest.fixture(scope="session")
-def start_child(_forks: BaseContext) -> StartChild:
+def start_child(_forks: ForkServerContext) -> StartChild:
     """Limits, mounts, signals and faults stay in the child."""
 
     def start(function: Callable[..., Any], *arguments: Any, own_mounts: bool = False) -> Child:

@@ -328,7 +328,7 @@ class Replayed:
         trace = plan.problem.trace
         self._plan, self._allocator, self._values, self._ops = plan, allocator, trace.values, trace.ops
         # What may leave, the simulator says of; of all else the trace does.
-        moves = {item.value for item in (*trace.saved, *plan.parks)}
+        moves = {*(saved.value for saved in trace.saved), *(park.value for park in plan.parks)}
         self._born: defaultdict[int, list[int]] = defaultdict(list)
         self._dead: defaultdict[int, list[int]] = defaultdict(list)
         for index, value in enumerate(trace.values):

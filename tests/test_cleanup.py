@@ -235,6 +235,10 @@ def test_a_session_that_could_not_be_opened_leaves_nothing_behind(training: Trai
     training.session().close()
 
 
+left_open: Any  # what a program still has when it ends
+left_alive: Any
+
+
 def train_and_just_end() -> str:
     """A program that never closes its session, and still holds a graph."""
     global left_open, left_alive

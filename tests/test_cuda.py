@@ -162,11 +162,12 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def deterministic() -> Iterator[None]:
     """Algorithms that give the same bits twice. Blank memory stays as it is: what is read too early shows."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     fresh()
 
 

@@ -68,7 +68,12 @@ def test_the_fixed_work_runs_for_as_long_as_it_is_asked(monkeypatch: pytest.Monk
     work = FixedWork()
     times: list[None] = []
     run = work._run
-    monkeypatch.setattr(work, "_run", lambda: (times.append(None), run()))
+
+    def counted() -> None:
+        times.append(None)
+        run()
+
+    monkeypatch.setattr(work, "_run", counted)
     one = work.seconds()
     assert len(times) == 3
     work.seconds(at_least=20 * one)

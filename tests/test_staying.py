@@ -11,7 +11,8 @@ import weakref
 from collections.abc import Callable
 from itertools import cycle, pairwise
 from random import Random
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import pytest
 import torch
@@ -602,8 +603,9 @@ def handed_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def noted(self: Hooks, handle: Handle) -> torch.Tensor:
         stays, entry = self.staying._stays, handle.entry
+        executor = cast(Executor, cast(MethodType, self._tick).__self__)
         is_there = entry is not None and entry.storage is not None and (entry.reading is None or entry.reading.done)
-        if stays.on and is_there and not (stays.waits or stays.tick in self._tick.__self__._follower._actions):
+        if stays.on and is_there and not (stays.waits or stays.tick in executor._follower._actions):
             found.append(handle.number)
         return unpack(self, handle)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def in_wrappers() -> Training:
     def run(k: int) -> torch.Tensor:
         h = model[:3](torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(k)))
         pair = TwoTensor(h, h * 2)
-        made = (pair * pair).sin() * pair
+        made: Any = (pair * pair).sin() * pair
         loss = (made.a + made.b).pow(2).mean() + model(h).pow(2).mean()
         loss.backward()
         optimizer.step()

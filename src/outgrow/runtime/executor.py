@@ -36,6 +36,7 @@ from outgrow.runtime.handles import Handle
 from outgrow.runtime.hooks import Hooks
 from outgrow.runtime.interrupts import Interrupts
 from outgrow.runtime.outcome import StepOutcome
+from outgrow.runtime.parked import ParkedStorages
 from outgrow.runtime.parking import Parking
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Recomputer, Verdicts
@@ -103,10 +104,11 @@ class Executor:
         self._room = room = Room(budget_bytes, ledger, pool, memory, fast, too_small)
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again, clock)
         self._reuser = Reuser(ledger, pool)
-        self._parking = Parking(ledger, pool, copies, memory, room.make, self._run_inside, gradients)
-        pool.parked, pool.arrived, pool.dropped.rebuild = self._parking.parked, self._arrived, self._rebuild
+        parked = ParkedStorages(ledger, pool, copies, memory, room.make, self._run_inside)
+        pool.parked, pool.arrived, pool.dropped.rebuild = parked, self._arrived, self._rebuild
+        self._parking = Parking(ledger, pool, copies, parked, gradients)
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
-        room.ask(self._parking.parked, self._demand)
+        room.ask(parked, self._demand)
         self._hooks = hooks = Hooks(
             current,
             ledger,

@@ -56,6 +56,7 @@ class ParkedStorages:
     Attributes:
         failure: what went wrong when everything came back, if anything did.
         remade_nbytes: bytes of the gradients that were made anew in this step, and `remake_seconds` the time for it.
+        judge: told of a storage that was made anew and read from the disk whether both are the same; set once.
     """
 
     def __init__(
@@ -66,12 +67,10 @@ class ParkedStorages:
         memory: DeviceMemory,
         make_room: Callable[[int], None],
         run: RunOp,
-        judge: Callable[[StorageRecord, bool], None],
     ) -> None:
         """`make_room` is called before a copy back that somebody waits for, and raises where there is none.
 
-        `run` runs one op inside the budget. `judge` is told of a storage that was made anew and read from the disk
-        whether both are the same.
+        `run` runs one op inside the budget.
         """
         self._ledger = ledger
         self._pool = pool
@@ -80,7 +79,7 @@ class ParkedStorages:
         self._make_room = make_room
         self._run = run
         self._parked: dict[int, Parked] = {}
-        self._judge = judge
+        self.judge: Callable[[StorageRecord, bool], None] = lambda record, is_same: None
         self.begin()
 
     def begin(self) -> None:
@@ -311,7 +310,7 @@ class ParkedStorages:
         if reading.error is None:
             if parked.trial:
                 is_same, parked.trial = parked.trial == digest(held), b""
-                self._judge(parked.record, is_same)
+                self.judge(parked.record, is_same)
             return
         self._take_memory(held)
         reading.check()

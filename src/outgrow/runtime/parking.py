@@ -23,9 +23,8 @@ from outgrow.runtime.lending import Lending
 from outgrow.runtime.parked import ParkedStorages
 from outgrow.runtime.pool import Pool
 from outgrow.runtime.recompute import Verdicts
-from outgrow.runtime.remake import Remake, RunOp
+from outgrow.runtime.remake import Remake
 from outgrow.runtime.sightings import Sightings
-from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.tiers.place import Place
 from outgrow.tracing.functions import reads_by_ops
 from outgrow.tracing.ir import Kind
@@ -51,19 +50,15 @@ class Parking:
         ledger: Ledger,
         pool: Pool,
         copies: Copies,
-        memory: DeviceMemory,
-        make_room: Callable[[int], None],
-        run: RunOp,
+        parked: ParkedStorages,
         gradients: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        """`make_room` is called before a copy back that somebody waits for, and raises where there is none.
-
-        `run` runs one op inside the budget; `gradients` are those that the parameters have now.
-        """
+        """`gradients` are those that the parameters have now."""
         self._ledger = ledger
         self._pool = pool
         self._copies = copies
-        self.parked = ParkedStorages(ledger, pool, copies, memory, make_room, run, self._judge)
+        self.parked = parked
+        parked.judge = self._judge
         self.lending = Lending(gradients)
         self.lose_count: Callable[[], None] = lambda: None
         self.begin(None, {}, Verdicts())
