@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -98,6 +100,110 @@ def test_memory_that_a_tensor_does_not_show_is_there_for_who_reads_it(
         ours, summaries = train_in_session(make, 4, budget=budget, policy=policy)
         assert ours == plain
         assert max(summary.measured_peak_bytes for summary in summaries) <= budget
+
+
+def taught_by_a_transformer(padded: bool) -> Callable[[], Training]:
+    """A frozen encoder, which PyTorch runs in a way of its own where nobody watches functions."""
+
+    def make() -> Training:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True)
+        teacher = nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
+        student = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        optimizer = momentum(student.parameters())
+
+        def run(k: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(k)
+            x = torch.randn(16, 32, WIDTH, generator=generator)
+            lengths = torch.randint(8, 33, (16, 1), generator=generator).index_fill_(0, torch.tensor(0), 32)
+            mask = torch.arange(32)[None] >= lengths if padded else None
+            loss = F.mse_loss(student(x), teacher(x, src_key_padding_mask=mask))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training([teacher, student], [optimizer], run)
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("policy", ["auto", "lru", ParkAll()], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_modules_that_are_evaluated_in_a_step_go_their_own_fast_way(padded: bool, policy: str | Policy) -> None:
+    asks = torch.overrides.has_torch_function
+    assert_equal_to_plain(taught_by_a_transformer(padded), share=0.9, policy=policy, steps=5)
+    assert torch.overrides.has_torch_function is asks
+
+
+def of_nested() -> Training:
+    """Sequences of their own lengths, in one tensor whose sizes cannot be asked for."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers)
+    optimizer = momentum(model.parameters())
+
+    def run(k: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(k)
+        lengths = torch.randint(5, 60, (16,), generator=generator).tolist()
+        batch = torch.nested.as_nested_tensor([torch.randn(length, WIDTH, generator=generator) for length in lengths])
+        loss = torch.nested.to_padded_tensor(model(batch), 0.0).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training([model], [optimizer], run)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_nested_tensors_train_within_the_budget_or_are_refused() -> None:
+    """Nothing of theirs leaves. An error inside of PyTorch's own questions for their sizes would end the process."""
+    plain = train_plain(of_nested, 8)
+    _, summaries = train_in_session(of_nested, 8, budget=1 << 30)
+    most = max(summary.measured_peak_bytes for summary in summaries)
+    refused = 0
+    for share in (1.05, 0.9, 0.8, 0.7, 0.6):
+        try:
+            ours, summaries = train_in_session(of_nested, 8, budget=int(share * most))
+        except outgrow.BudgetTooSmall:
+            refused += 1
+            continue
+        assert ours == plain
+        assert all(summary.measured_peak_bytes <= share * most for summary in summaries)
+    assert 0 < refused < 5
+
+
+class Counting(TorchFunctionMode):
+    """Counts the functions that are called under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Counting, lambda: torch.device("cpu")], ids=["a mode", "a device"])
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_function_modes_of_the_programs_stay_as_they_are(where: str, kind: Callable[[], Any]) -> None:
+    model = small_net()
+    before = torch.overrides._get_current_function_mode_stack()
+    with outgrow.Session(model, budget="1GiB", policy=ParkAll()) as session:
+        for _ in range(4):
+            with ExitStack() as around:
+                if where == "around":
+                    around.enter_context(kind())
+                outside = torch.overrides._get_current_function_mode_stack()
+                with session.step(), kind() if where == "inside" else nullcontext():
+                    model(torch.randn(8, 1, 8, 8)).pow(2).mean().backward()
+                assert torch.overrides._get_current_function_mode_stack() == outside
+    assert torch.overrides._get_current_function_mode_stack() == before
 
 
 class Recurrent(nn.Module):
@@ -402,29 +508,6 @@ def test_what_is_made_of_numbers_alone_gets_its_room(
     assert [
         summary.measured_peak_bytes - budget for summary in summaries if summary.measured_peak_bytes > budget
     ] == []
-
-
-def test_an_evaluation_that_leaves_pytorchs_fast_way_trains_the_same() -> None:
-    """While functions are watched an encoder's own fast path is not taken: its value may differ in the last bits."""
-
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.encoder(x)
-            return out.mean(1)
-
-    def evaluating(model: nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
-        model.eval()
-        with torch.no_grad():
-            model(x)
-        model.train()
-        return F.mse_loss(model(x), torch.zeros(16, 32))
-
-    assert_equal_to_plain(supervised(Encoder, evaluating, shape=(16, 12, 32)), share=0.8)
 
 
 @pytest.mark.parametrize("share", [0.4, 0.55, 0.7])

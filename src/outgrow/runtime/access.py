@@ -11,10 +11,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 
 from outgrow.runtime.parking import Parking
-from outgrow.tracing.functions import is_one_of, reads_by_ops, reads_no_data
+from outgrow.tracing.functions import Onlooker, is_one_of, reads_by_ops, reads_no_data
 from outgrow.tracing.ops import tensors_within
 from outgrow.tracing.recorder import Recorder
 
@@ -48,7 +48,7 @@ _INHERITED: Any = torch.Tensor.__torch_function__  # as classes have it that say
 _TAKES_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
-class Access(TorchFunctionMode):
+class Access(Onlooker):
     """Shows the parking each call of PyTorch's Python functions before it runs; and the recorder, if there is one."""
 
     def __init__(self, parking: Parking, recorder: Recorder | None = None) -> None:

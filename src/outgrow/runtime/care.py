@@ -156,7 +156,8 @@ def _signature(items: Sequence[Any]) -> Hashable:
 def _item_signature(item: Any) -> Hashable:
     if isinstance(item, torch.Tensor):
         if item.is_nested:
-            return (item.dtype, id(item))
+            parts = id(item) if item.layout is torch.jagged else str(item._nested_tensor_size().tolist())
+            return (item.dtype, parts)
         return (item.dtype, item.shape, item.stride() if item.layout is torch.strided else item.layout)
     if item is None or isinstance(item, bool | int):
         return item

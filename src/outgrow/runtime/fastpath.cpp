@@ -721,7 +721,8 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
     return;
   }
   std::vector<int64_t> sizes;
-  if (now->loose) see_sizes(*stack, count, [&](int64_t size, bool) { sizes.push_back(size); });
+  // Of what nobody here knows no sizes either: a nested tensor has none that it could be asked for.
+  if (now->loose && look != 0) see_sizes(*stack, count, [&](int64_t size, bool) { sizes.push_back(size); });
   const Expected* const lesson = now->expected;
   show(*now, op, keys, stack);
   if (look != 0 && now->learns && now->expected == lesson && now->number > first)

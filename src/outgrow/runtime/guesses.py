@@ -88,7 +88,18 @@ def _are_on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _more_where_data_decides(name: str, tensors: Sequence[torch.Tensor], read: int) -> int:
     """What they take whose results have sizes that nobody knows, beside as much as they read: `read` bytes."""
+    padded = sum(map(_padded_bytes, tensors))
+    if padded:  # layers of a transformer: queries, keys and values, and what is wider inside
+        return (8 if "transformer" in name or "attention" in name else 3) * padded
     return 2 * read + _positions_bytes(tensors, of_all="nonzero" in name) if _are_on_cpu(tensors) else 0
+
+
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a nested tensor if all of its parts were as large as the largest; 0 for others."""
+    if not tensor.is_nested or tensor.layout is torch.jagged or tensor.numel() == 0:
+        return 0
+    sizes = tensor._nested_tensor_size()
+    return len(sizes) * int(prod(sizes.amax(0).tolist())) * tensor.itemsize
 
 
 def _more(facts: OpFacts, args: Sequence[Any], tensors: Sequence[torch.Tensor], made: int) -> int:

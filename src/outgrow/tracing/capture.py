@@ -203,7 +203,7 @@ def _record(
         return _Handle(recorder, ledger.see(tensor), alias)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.unpack())
-    with eagerly(models), hooks, mode, FunctionsSeen(recorder):
+    with eagerly(models), hooks, mode, FunctionsSeen(recorder, fake=not measured):
         step()
     result = recorder.finish(storage_kinds(ledger, models, optimizers), str(device.type), measured=measured)
     ledger.close()

@@ -17,6 +17,8 @@ DETACH = torch.ops.aten.detach.default
 # Ops whose results hold whatever lay in memory.
 _BLANK = ("aten.empty", "aten.new_empty", "aten._empty")
 _SIZED_BY_FLOATS = ("aten.arange", "aten.range")
+# They give what says how a nested tensor's parts lie, which is there already. PyTorch asks where no error may come.
+_NESTED_SIZES = frozenset({"_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets"})
 # Ops over lists, which the update makes.
 _OVER_LISTS = ("aten._foreach_", "aten._fused_")
 # Ops that replace what they write to and do not look at what was there.
@@ -118,7 +120,7 @@ def facts_of(func: Any) -> OpFacts:
         name=name,
         is_view=is_view,
         makes_outputs=any(item.alias_info is None and "Tensor" in str(item.type) for item in returns),
-        is_bookkeeping=func.namespace in ("prim", "profiler"),
+        is_bookkeeping=func.namespace in ("prim", "profiler") or base in _NESTED_SIZES,
         writes=tuple(writes),
         is_repeatable=is_aten and not is_blank and not over_lists,
         draws=torch.Tag.nondeterministic_seeded in func.tags or base in _UNTAGGED_DICE,
@@ -248,8 +250,8 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements; 0 for nested tensors, whose sizes are no plain numbers."""
-    return 0 if tensor.is_nested else tensor.numel() * tensor.element_size()
+    """Bytes of a tensor's elements; 0 for jagged ones, whose sizes are no plain numbers."""
+    return 0 if tensor.layout is torch.jagged else tensor.numel() * tensor.element_size()
 
 
 def outputs_of(result: Any) -> list[torch.Tensor]:
