@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -525,8 +528,27 @@ def test_what_is_no_model_or_no_optimizer_is_refused(training: Training) -> None
         outgrow.Session(training.model, training.model.parameters(), budget="1GiB")  # type: ignore[arg-type]
     with pytest.raises(SessionError, match="lazy"):
         outgrow.Session(nn.LazyLinear(3), budget="1GiB")
-    with pytest.raises(SessionError, match="least_moved_bytes"):
-        training.session(least_moved_bytes=0)
+    for nonsense in (0, "4k"):
+        with pytest.raises(SessionError, match="least_moved_bytes"):
+            training.session(least_moved_bytes=nonsense)
+
+
+@pytest.mark.parametrize("double", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_session_has_no_double(training: Training, double: Callable[[object], object]) -> None:
+    with training.session() as session, pytest.raises(SessionError, match="cannot be copied or pickled"):
+        double(session)
+
+
+def test_a_step_ends_on_the_thread_that_it_began_on(training: Training) -> None:
+    with training.session() as session, ThreadPoolExecutor(1) as elsewhere:
+        step = session.step()
+        step.__enter__()
+        training.step(0)
+        with pytest.raises(SessionError, match="on the thread that it began on"):
+            elsewhere.submit(step.__exit__, None, None, None).result()
+        step.__exit__(None, None, None)
+        training.steps(session, range(1, 3))
+        assert len(session.history) == 3
 
 
 def test_a_step_without_anything_in_it_is_none_the_worse(training: Training) -> None:

@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,6 +224,19 @@ def test_a_model_that_nobody_holds_any_more_is_gone_with_its_session(closes: boo
         session.close()
     del session, training
     assert [part() for part in parts] == [None] * len(parts)
+
+
+@pytest.mark.usefixtures("training", "no_collection")
+def test_a_session_that_is_closed_and_asked_for_figures_holds_no_model(tmp_path: Path) -> None:
+    training = Training()
+    session = training.session()
+    training.steps(session, range(3))
+    session.close()
+    parts = [weakref.ref(part) for part in (training.model, *training.model.parameters())]
+    del training
+    assert [part() for part in parts] == [None] * len(parts)
+    assert session.summary().step_seconds > 0
+    session.report(tmp_path / "report.html")
 
 
 def test_a_session_that_could_not_be_opened_leaves_nothing_behind(training: Training) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ClassVar, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -132,8 +132,8 @@ class Session:
         refuse_what_is_neither(models if model is not None else (None,), optimizers)
         refuse_sharded(models)
         self._device = device_of(models)
-        if least_moved_bytes < 1:
-            raise SessionError(f"least_moved_bytes is {least_moved_bytes}: it must be 1 or more")
+        if not isinstance(least_moved_bytes, int) or least_moved_bytes < 1:
+            raise SessionError(f"least_moved_bytes is {least_moved_bytes!r}: it must be a whole number, 1 or more")
         kind_of_workspace = workspace_of(self._device, workspace)
         host_bytes = host_bytes_of(self._device, host_budget)
         self.budget_bytes = parse_bytes(budget, total_bytes=memory_of(self._device))
@@ -141,6 +141,7 @@ class Session:
         self._policy = policy_of(policy)
         self._ledger = Ledger(self._device.type, self._device.index)
         self._state = TrainingState(models, optimizers, self._ledger)
+        self._settings = {"model": _classes(models), "optimizer": _classes(optimizers) or "none"}
         self._refuse_second_session()
         if self._device.type == "cpu":  # elsewhere the allocator is asked, and knows of them
             self._ledger.hide(self._state.hidden_bucket_bytes())
@@ -205,7 +206,8 @@ class Session:
         self._in_step = False
         self._thread = 0  # that the step is on
         self._begun: Plan | None = None  # what the step that is open goes by
-        self._refusal = ""  # the last one in it, in words: errors hold what their frames hold
+        # The last one in it, to be made anew: errors hold what their frames hold.
+        self._refusal: Callable[[], BudgetTooSmall] | None = None
         self._aftermath = Aftermath(
             self.budget_bytes, self._policy.name, self._kinds, planner, recorded, self._memory, self._interrupts
         )
@@ -254,13 +256,9 @@ class Session:
         plan = self.plan
         if plan is None:
             raise SessionError("there is no plan to report on yet: run a step inside `with session.step():` first")
-        names = ", ".join(type(model).__name__ for model in self._state.models)
-        settings = {
-            "model": names,
-            "optimizer": ", ".join(type(item).__name__ for item in self._state.optimizers) or "none",
-        }
+        names = self._settings["model"]
         first = self._kinds.steps - len(history) + 1
-        subject = Subject(title or names, plan, history, first, settings, self.budget_bytes)
+        subject = Subject(title or names, plan, history, first, self._settings, self.budget_bytes)
         write_report(path, subject)
 
     @property
@@ -299,6 +297,12 @@ class Session:
                 undo.callback(part.close)
             self._aftermath.read_clock(adapt=False)
             self._executor.kept = None
+        self._state = TrainingState((), (), self._ledger)  # who still asks for figures holds no model
+
+    def __reduce__(self) -> NoReturn:
+        raise SessionError(
+            "a session cannot be copied or pickled: save the state_dict() of its model and optimizer, and plan.save()"
+        )
 
     def __enter__(self) -> Session:
         return self
@@ -371,7 +375,7 @@ class Session:
             is_foreign=kind is not None and kind.is_foreign,
         )
         self._begun = plan
-        self._refusal = ""
+        self._refusal = None
 
     def _optimizer_begins(self) -> None:
         """An optimizer is about to make its state, of which no plan knows."""
@@ -379,6 +383,8 @@ class Session:
             self._executor.watch()
 
     def _end(self, error: BaseException | None) -> None:
+        if self._in_step and threading.get_ident() != self._thread:
+            raise SessionError("a step ends on the thread that it began on: leave its `with` block there")
         with self._held:
             self._close_step(error)
 
@@ -408,10 +414,12 @@ class Session:
             self._aftermath.wary = True
         if outcome.failure is not None:
             error.add_note(str(outcome.failure))
-        if self._refusal and _IN_SCRIPT in str(error):
-            error.add_note(self._refusal)
-        if isinstance(error, BudgetTooSmall):
+        in_script = self._refusal is not None and _IN_SCRIPT in str(error)
+        if in_script or isinstance(error, BudgetTooSmall):
             self._kinds.refused(is_strange=not outcome.followed)
+        if in_script:
+            assert self._refusal is not None
+            raise self._refusal() from error
 
     def _is_fuller_than(self, plan: Plan | None) -> bool:
         """Whether more is there as a step begins than its plan reckons with."""
@@ -439,9 +447,8 @@ class Session:
         holders["saved values in use"] = saved
         holders["buckets of gradients"] = self._state.hidden_bucket_bytes()
         holders["other tensors and this op"] = max(0, needed - sum(holders.values()))
-        refusal = BudgetTooSmall(self.budget_bytes, needed, holders, where, exact=False)
-        self._refusal = str(refusal)
-        return refusal
+        self._refusal = partial(BudgetTooSmall, self.budget_bytes, needed, holders, where, exact=False)
+        return self._refusal()
 
 
 class Step:
@@ -458,6 +465,10 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._session._end(error)
+
+
+def _classes(items: Sequence[object]) -> str:
+    return ", ".join(type(item).__name__ for item in items)
 
 
 def _weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:

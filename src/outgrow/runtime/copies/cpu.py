@@ -75,7 +75,9 @@ class Lane(ABC):
                 in the next tier are the other's.
         """
         if os.getpid() != self._process:
-            raise SessionError("this process was forked in a step of a session: train in the one that opened it")
+            raise SessionError(
+                "this process was forked from one whose session was open: train there, or open a session here"
+            )
         if self._thread is None and (self._closed or not self._start()):
             self._carry_out(copy)
         else:
