@@ -414,12 +414,11 @@ class Session:
             self._aftermath.wary = True
         if outcome.failure is not None:
             error.add_note(str(outcome.failure))
-        in_script = self._refusal is not None and _IN_SCRIPT in str(error)
-        if in_script or isinstance(error, BudgetTooSmall):
+        in_script = self._refusal if _IN_SCRIPT in str(error) else None
+        if in_script is not None or isinstance(error, BudgetTooSmall):
             self._kinds.refused(is_strange=not outcome.followed)
-        if in_script:
-            assert self._refusal is not None
-            raise self._refusal() from error
+        if in_script is not None:
+            raise in_script() from error
 
     def _is_fuller_than(self, plan: Plan | None) -> bool:
         """Whether more is there as a step begins than its plan reckons with."""
