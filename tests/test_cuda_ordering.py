@@ -7,6 +7,7 @@ tier and spill file are the real ones.
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class Program:
             return
         value = self.coins.choice(self.saved)
         entry, pool = value.entry, self.pool
-        what = self.coins.randrange(9)
+        what = self.coins.randrange(10)
         if what <= 2:
             pool.start_out(entry, value.planned)
         elif what <= 4:
@@ -146,8 +147,20 @@ class Program:
             pool.land()
         elif what == 7:
             pool.cache.evict(self.coins.randrange(1, LARGEST))
+        elif what == 8:
+            self.write(value)
         else:
             pool.cache.make_room(self.coins.randrange(1, LARGEST))
+
+    def write(self, value: Value) -> None:
+        """Somebody who holds a value writes to it past autograd: what was copied of it is stale."""
+        storage = value.entry.record.storage()
+        if storage is None or value.entry.reading is not None:
+            return
+        self.pool.written(value.entry.record)
+        nbytes, value.data = len(value.data), self.coins.randbytes(len(value.data))
+        self.streams.touch(Stream.COMPUTE, storage.data_ptr(), nbytes, "an op that writes", writes=True)
+        ctypes.memmove(storage.data_ptr(), value.data, nbytes)
 
     def drop(self, value: Value) -> None:
         """A graph is freed, with copies of it wherever they are."""
@@ -289,6 +302,46 @@ def test_a_pool_that_frees_what_a_copy_still_fills_is_caught(monkeypatch: pytest
 def test_the_programs_wait_in_every_way_that_there_is() -> None:
     seen = set().union(*(run_program(seed).streams.waits for seed in range(60)))
     assert seen == {pair for pair in WAITS.values() if pair[0] is not HOST}
+
+
+@pytest.mark.parametrize("what", ["is written to", "is waited for", "is over"])
+def test_a_copy_that_is_over_lands_though_one_to_the_disk_that_began_before_is_not(what: str, tmp_path: Path) -> None:
+    """Copies to pinned memory are on a stream, those to the disk on a thread: they end in no order."""
+    program = Program(tmp_path, 10, threads=True)  # whose host budget has room
+    pool, disk_goes_on, usual = program.pool, threading.Event(), program.spill.write
+
+    def write(slot: Slot, address: int) -> None:
+        assert disk_goes_on.wait(10)
+        usual(slot, address)
+
+    program.spill.write = write  # type: ignore[method-assign]
+    for _ in range(2):
+        program.save(None, PART)
+    slow, quick = program.saved
+    pinned = program.tier.reserve(PART)
+    assert isinstance(pinned, HostPlace)
+    places = iter([DiskPlace(program.spill.reserve(PART), PART), pinned])
+    pool.reserve = lambda nbytes: next(places)  # type: ignore[method-assign]
+    pool.start_out(slow.entry)
+    pool.start_out(quick.entry)
+    if what == "is written to":
+        program.write(quick)
+    elif what == "is waited for":
+        pool.wait_out(quick.entry)
+    else:
+        assert quick.entry.writing is not None
+        quick.entry.writing.wait()
+        pool.land()
+    assert quick.entry.writing is None
+    assert slow.entry.writing is not None
+    disk_goes_on.set()
+    pool.wait_out(slow.entry)
+    for value in (slow, quick):
+        program.read(value)
+    assert program.streams.races == []
+    for value in (slow, quick):
+        program.drop(value)
+    pool.close()
 
 
 @pytest.mark.parametrize("threads", [False, True])

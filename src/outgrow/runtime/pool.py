@@ -265,7 +265,7 @@ class Pool:
                 continue
             if entry.writing is not None:
                 entry.writing.wait()
-                self.land()
+                self._see_out(entry)
             if entry.slot is not None:
                 self._places.release(entry.slot)
                 entry.slot = None
@@ -297,18 +297,18 @@ class Pool:
         Raises:
             SpillError: a copy failed. Its value is still in memory, and so are all that follow it.
         """
-        while (first := self._leaving.first) is not None and first.done:
-            self._land_first()
+        while (copy := self._leaving.over) is not None:
+            self._land(copy)
         # What is abandoned while this runs (a collector frees a graph) goes to the new list.
         abandoned, self._abandoned = self._abandoned, []
-        for copy, storage in abandoned:
-            if copy.done:
-                self._places.release(copy.slot)
+        for back, storage in abandoned:
+            if back.done:
+                self._places.release(back.slot)
             else:
-                self._abandoned.append((copy, storage))
+                self._abandoned.append((back, storage))
 
-    def _land_first(self) -> None:
-        copy, entry = self._leaving.land()
+    def _land(self, copy: Copy) -> None:
+        entry = self._leaving.land(copy)
         entry.writing = None
         if copy.error is not None or entry.handles == 0:
             self._places.release(copy.slot)
@@ -325,7 +325,7 @@ class Pool:
         first = self._leaving.first
         assert first is not None
         self.wait_for(first)
-        self._land_first()
+        self._land(first)
 
     def wait_for_departure(self) -> bool:
         """Wait for the copy out that lands next, if the memory of any is free then; False if there is none such."""
@@ -346,7 +346,13 @@ class Pool:
         """Wait until a value has left."""
         if entry.writing is not None:
             self.wait_for(entry.writing)
-            self.land()
+            self._see_out(entry)
+
+    def _see_out(self, entry: Entry) -> None:
+        """The copy out of a value is over, though others that were asked for before it may not be."""
+        self.land()
+        if entry.writing is not None:
+            self._land(entry.writing)
 
     def start_in(self, entry: Entry, room_ahead: int) -> bool:
         """Start a planned copy back; False while it and the coming `room_ahead` bytes do not fit the budget."""
