@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -22,6 +23,8 @@ from outgrow.runtime.tiers.disk import Slot, SpillFile
 from outgrow.runtime.tiers.holes import Holes
 
 HOST = "host"
+# These do all that they are asked for at once: here and now.
+COMPUTING = (Stream.COMPUTE, Stream.ELSEWHERE)
 Who = Stream | str
 Clock = dict[Who, int]
 
@@ -82,7 +85,10 @@ class FakeEvent:
 
 @dataclass
 class FakeStreams:
-    """A fake of `Streams`. What is `skipped`, as (who waits, for whom), is not waited for."""
+    """A fake of `Streams`. What is `skipped`, as (who waits, for whom), is not waited for.
+
+    The program is on the stream of the step, or on `elsewhere`.
+    """
 
     coins: Random
     luck: float = 0.2
@@ -96,11 +102,37 @@ class FakeStreams:
         self._queues: dict[Stream, list[Work]] = {stream: [] for stream in Stream}
         self._done: dict[Stream, int] = dict.fromkeys(Stream, 0)
         self._accesses: list[Access] = []
+        self._is_elsewhere = False
 
     # --- what the engine asks for ---
 
+    home = 0
+
+    def begin(self) -> None:
+        assert self.current() == self.home
+
     def current(self) -> int:
-        return 0
+        return int(self._is_elsewhere)
+
+    def at_home(self) -> AbstractContextManager[None]:
+        return self._on(elsewhere=False)
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """Inside, the program is on a stream of its own."""
+        return self._on(elsewhere=True)
+
+    @contextmanager
+    def _on(self, *, elsewhere: bool) -> Iterator[None]:
+        before, self._is_elsewhere = self._is_elsewhere, elsewhere
+        try:
+            yield
+        finally:
+            self._is_elsewhere = before
+
+    def is_known_to(self, who: Who, others: Who) -> None:
+        """The program has one of its streams wait for the other."""
+        with self.lock:
+            merge(self.clocks[who], self.clocks[others])
 
     def record(self, stream: Stream) -> FakeEvent:
         with self.lock:
@@ -114,7 +146,7 @@ class FakeStreams:
             if (stream, event.stream) in self.skipped:
                 return
             merge(self.clocks[stream], event.clock)
-            if stream is Stream.COMPUTE:  # which does all at once: here and now
+            if stream in COMPUTING:
                 self.perform(event.stream, event.count)
             else:
                 self._queues[stream].append(Work(self._act(stream), None, event))
@@ -153,7 +185,7 @@ class FakeStreams:
     # --- inside ---
 
     def is_performed(self, stream: Stream, count: int) -> bool:
-        return stream is Stream.COMPUTE or self._done[stream] >= count
+        return stream in COMPUTING or self._done[stream] >= count
 
     def perform(self, stream: Stream, count: int) -> None:
         """Do what a stream was asked for up to its `count`-th act."""
@@ -214,6 +246,7 @@ class FakeDevice:
         if offset is None:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes")
         address = self._base + offset
+        assert self._streams.current() == self._streams.home, "each stream has blocks of its own"
         self._streams.touch(Stream.COMPUTE, address, nbytes, "an allocation", writes=True)
         storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
         self._blocks[address] = (offset, nbytes)

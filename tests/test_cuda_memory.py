@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -421,6 +421,37 @@ class Marks:
 
     def elapsed_time(self, end: object) -> float:
         return 2.0  # milliseconds
+
+
+def test_a_step_keeps_the_stream_that_it_began_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = Marks(), Marks()
+    now = [own]
+
+    def enter(stream: Marks) -> AbstractContextManager[None]:
+        now.append(stream)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Marks)
+    monkeypatch.setattr(torch.cuda, "Event", Marks)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(now[-1]), raising=False)
+    streams = CudaStreams(torch.device("cpu"))
+    streams.begin()
+    now.append(other)  # the program is on another stream
+    event = streams.record(Stream.COMPUTE)
+    streams.wait(Stream.COMPUTE, event)
+    assert own.waited == [event]
+    streams.wait(Stream.ELSEWHERE, event)
+    assert other.waited == [event]
+    assert streams.current() != streams.home
+    with streams.at_home():
+        assert streams.current() == streams.home
+    now.append(other)
+    streams.begin()  # the next step begins there
+    assert streams.current() == streams.home
+    streams.wait(Stream.COMPUTE, event)
+    assert other.waited == [event, event]
 
 
 def test_streams_copy_between_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -25,6 +26,7 @@ from outgrow.errors import SpillError
 from outgrow.planning.plan import slot_bytes
 from outgrow.runtime.copies import cuda
 from outgrow.runtime.copies.cuda import CudaCopies, StreamCopy
+from outgrow.runtime.copies.strays import StreamStrays
 from outgrow.runtime.copies.streams import Stream
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.pool import Pool
@@ -78,7 +80,8 @@ class Program:
             for hops in self.copies._hops:
                 hops.close()
         self.ledger = Ledger("cpu")
-        self.pool = Pool(self.ledger, BUDGET, self.tier, self.copies, self.device, 1)
+        self.strays = StreamStrays(self.streams)
+        self.pool = Pool(self.ledger, BUDGET, self.tier, self.copies, self.device, 1, strays=self.strays)
         self.allocate, self.device.allocate = self.device.allocate, self._allocate  # type: ignore[method-assign]
         self.saved: list[Value] = []
         self.sizes: list[int] = []
@@ -118,17 +121,22 @@ class Program:
         self.saved.append(Value(self.pool.adopt(tensor, self.ledger.see_storage(storage)), data, planned))
 
     def read(self, value: Value) -> None:
-        """Autograd wants a value back, and an op reads it."""
+        """Autograd wants a value back, and an op reads it, now and then on a stream of the program's own."""
+        is_elsewhere = self.coins.random() < 0.2
+        with self.streams.elsewhere() if is_elsewhere else nullcontext():
+            self._read(value, Stream.ELSEWHERE if is_elsewhere else Stream.COMPUTE)
+
+    def _read(self, value: Value, reader: Stream) -> None:
         storage = self.pool.request(value.entry, lambda nbytes: void(self.pool.cache.make_room(nbytes)))
         if self.coins.random() < 0.3:
             self.act()  # plan actions come between
         self.pool.wait_in(value.entry)
+        self.strays.follow()
         nbytes = len(value.data)
-        self.streams.touch(Stream.COMPUTE, storage.data_ptr(), nbytes, "an op that reads", writes=False)
-        is_right = (
-            ctypes.string_at(storage.data_ptr(), nbytes) == value.data
-        )  # to show the difference takes pytest long
-        assert is_right, "wrong bytes came back"
+        self.streams.touch(reader, storage.data_ptr(), nbytes, "an op that reads", writes=False)
+        is_right = ctypes.string_at(storage.data_ptr(), nbytes) == value.data
+        assert is_right, "wrong bytes came back"  # to show the difference takes pytest long
+        self.streams.is_known_to(Stream.COMPUTE, reader)  # which has the results before the memory goes
 
     def act(self) -> None:
         """Something that a plan or the cache does to some value."""
@@ -136,7 +144,7 @@ class Program:
             return
         value = self.coins.choice(self.saved)
         entry, pool = value.entry, self.pool
-        what = self.coins.randrange(10)
+        what = self.coins.randrange(11)
         if what <= 2:
             pool.start_out(entry, value.planned)
         elif what <= 4:
@@ -149,14 +157,28 @@ class Program:
             pool.cache.evict(self.coins.randrange(1, LARGEST))
         elif what == 8:
             self.write(value)
+        elif what == 9:
+            self.look(value)
         else:
             pool.cache.make_room(self.coins.randrange(1, LARGEST))
+
+    def look(self, value: Value) -> None:
+        """Somebody who holds a value reads it on a stream of the program's own: the graph is to outlive that."""
+        storage = value.entry.record.storage()
+        if storage is None or value.entry.reading is not None:
+            return
+        self.streams.is_known_to(Stream.ELSEWHERE, Stream.COMPUTE)
+        with self.streams.elsewhere():
+            nbytes = len(value.data)
+            self.streams.touch(Stream.ELSEWHERE, storage.data_ptr(), nbytes, "an op elsewhere", writes=False)
+            self.strays.ran([torch.empty(0, device="meta")])
 
     def write(self, value: Value) -> None:
         """Somebody who holds a value writes to it past autograd: what was copied of it is stale."""
         storage = value.entry.record.storage()
         if storage is None or value.entry.reading is not None:
             return
+        self.streams.is_known_to(Stream.COMPUTE, Stream.ELSEWHERE)
         self.pool.written(value.entry.record)
         nbytes, value.data = len(value.data), self.coins.randbytes(len(value.data))
         self.streams.touch(Stream.COMPUTE, storage.data_ptr(), nbytes, "an op that writes", writes=True)
@@ -165,6 +187,7 @@ class Program:
     def drop(self, value: Value) -> None:
         """A graph is freed, with copies of it wherever they are."""
         self.saved.remove(value)
+        self.streams.is_known_to(Stream.COMPUTE, Stream.ELSEWHERE)
         self.pool.drop(value.entry)
 
     def step(self) -> None:
@@ -263,6 +286,8 @@ WAITS: dict[str, tuple[Who, Who]] = {
     "memory is freed after the copy out": (Stream.COMPUTE, Stream.OUT),
     "a value is read after the copy back": (Stream.COMPUTE, Stream.BACK),
     "a pinned place is written after the copy back": (Stream.OUT, Stream.BACK),
+    "who reads a value elsewhere waits for the copy back": (Stream.ELSEWHERE, Stream.COMPUTE),
+    "memory is freed after what was read of it elsewhere": (Stream.COMPUTE, Stream.ELSEWHERE),
     "the disk is written after the copy out": (HOST, Stream.OUT),
     "the buffer is filled after the copy back": (HOST, Stream.BACK),
 }

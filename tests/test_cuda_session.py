@@ -27,9 +27,12 @@ from outgrow.runtime.cache import Cache
 from outgrow.runtime.calls import Calls
 from outgrow.runtime.clock import DeviceClock, StepTimes
 from outgrow.runtime.copies.cuda import CudaCopies
+from outgrow.runtime.copies.strays import StreamStrays
+from outgrow.runtime.copies.streams import Stream
 from outgrow.runtime.executor import Executor
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.outcome import StepOutcome
+from outgrow.runtime.runner import Runner
 from outgrow.runtime.tiers import host
 from outgrow.runtime.tiers.disk import SpillFile
 from outgrow.runtime.tiers.host import HostTier
@@ -101,7 +104,8 @@ class Fakes:
         places = HostTier(self.host_bytes, spill, self._pin)
         copies = CudaCopies(streams, spill, places.bounces)
         self.memory.append(CountedRam(ledger, budget))
-        return Backend(self.memory[-1], places, copies, DeviceClock(streams, copies.waits))
+        clock = DeviceClock(streams, copies.waits)
+        return Backend(self.memory[-1], places, copies, clock, strays=StreamStrays(streams))
 
     def _pin(self, nbytes: int) -> torch.Tensor:
         self.pinned += nbytes
@@ -249,6 +253,65 @@ def test_batches_of_ever_other_sizes_go_by_the_plans_of_larger_ones(
     assert all(summary.measured_peak_bytes <= budget for summary in summaries)
     assert sum(outcome.followed and outcome.fit is Fit.SMALLER for outcome in followed) >= 5
     assert [race for streams in made.streams for race in streams.races] == []
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru", "vdnn-all", RecomputeAll()], ids=str)
+def test_programs_may_use_streams_of_their_own_inside_a_step(
+    fakes: Callable[..., Fakes], policy: str | Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies and what is made anew keep to the step's: each stream has memory of its own, and nothing orders them."""
+    made = fakes(luck=0.0)
+
+    class Elsewhere(torch.autograd.Function):
+        """Reads what it saved on a stream of its own, as a kernel beside others may."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            with made.streams[-1].elsewhere() if made.streams else nullcontext():
+                (x,) = ctx.saved_tensors
+                return 2 * x * grad
+
+    def loss_of(model: torch.nn.Module, x: torch.Tensor, k: int) -> torch.Tensor:
+        for layer in model:  # type: ignore[attr-defined]
+            x = Elsewhere.apply(torch.tanh(layer(x)))
+            with made.streams[-1].elsewhere() if made.streams else nullcontext():
+                x.sum().item()
+        loss: torch.Tensor = x.pow(2).mean()
+        return loss
+
+    def at_home() -> bool:
+        return not made.streams or made.streams[-1].current() == made.streams[-1].home
+
+    def noted(name: str) -> Callable[..., Any]:
+        usual = getattr(CountedRam if name == "allocate" else Runner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen[name].append(at_home())
+            return usual(*args, **kwargs)
+
+        return call
+
+    seen: dict[str, list[bool]] = {"allocate": [], "run_inside": []}
+    make = supervised(
+        lambda: torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))), loss_of, shape=(4096, 64)
+    )
+    plain = train_plain(make, 5)
+    budget = budget_for(make, 0.7) + 2 * CountedRam.LIBRARY_BYTES
+    made.streams.clear()
+    monkeypatch.setattr(CountedRam, "allocate", noted("allocate"))
+    monkeypatch.setattr(Runner, "run_inside", noted("run_inside"))
+    ours, summaries = train_in_session(make, 5, budget=budget, policy=policy)
+    assert ours == plain
+    assert all(summary.measured_peak_bytes <= budget for summary in summaries)
+    assert made.streams[-1].races == []
+    assert sum(map(len, seen.values())) > 0
+    assert all(map(all, seen.values()))
+    assert (Stream.ELSEWHERE, Stream.COMPUTE) in made.streams[-1].waits
 
 
 @pytest.fixture

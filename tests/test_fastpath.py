@@ -360,9 +360,10 @@ def test_what_writes_passes_while_something_is_made_anew_or_parked(
 
     monkeypatch.setattr(Executor, "begin", begun)
     monkeypatch.setattr(Runner, "run", noted)
+    monkeypatch.setattr(FastPath, "ring", lambda fast: None)  # how often copies end in a step depends on the disk
     assert_equal_and_inside(make, policy=policy)
     assert seen[0] == LAYERS
-    assert min(seen) <= LAYERS // 2  # the bell rings now and then, and a plan may be set right
+    assert min(seen) <= LAYERS // 2  # a plan may be set right
 
 
 def test_measured_peaks_are_those_that_the_mode_would_see(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 import torch
@@ -12,6 +12,7 @@ from outgrow.runtime.clock import DeviceClock
 from outgrow.runtime.copies.copy import Copies
 from outgrow.runtime.copies.cpu import CpuCopies
 from outgrow.runtime.copies.cuda import CudaCopies
+from outgrow.runtime.copies.strays import Strays, StreamStrays
 from outgrow.runtime.copies.streams import CudaStreams
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.native import build_ahead
@@ -37,6 +38,7 @@ class Backend:
     copies: Copies
     clock: DeviceClock | None
     fast_path: FastPath | None = None
+    strays: Strays = field(default_factory=Strays)
 
 
 def open_backend(
@@ -62,7 +64,7 @@ def open_backend(
     try:
         fast_path = FastPath(ledger, budget_bytes, None, device)
         memory = CudaMemory(device, budget_bytes, ledger)
-        return Backend(memory, places, copies, DeviceClock(streams, copies.waits), fast_path)
+        return Backend(memory, places, copies, DeviceClock(streams, copies.waits), fast_path, StreamStrays(streams))
     except BaseException:
         copies.close()
         places.close()

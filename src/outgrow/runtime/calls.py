@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from outgrow.runtime.convolutions import Convolutions
+from outgrow.runtime.copies.strays import Strays
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
@@ -17,7 +18,7 @@ from outgrow.runtime.pool import Pool
 from outgrow.runtime.threads import run_on_new_thread
 from outgrow.runtime.tiers.memory import DeviceMemory, Request, Scattered
 from outgrow.runtime.tiers.reserve import Reserve
-from outgrow.tracing.ops import OpFacts
+from outgrow.tracing.ops import OpFacts, tensors_in
 from outgrow.tracing.probe import is_profiled, measured_call
 
 # Libraries that try another algorithm, with other bits, where the first finds no workspace.
@@ -34,13 +35,20 @@ class Calls:
     """Calls the ops of a session's steps."""
 
     def __init__(
-        self, device_type: str, pool: Pool, memory: DeviceMemory, fast_path: FastPath, convolutions: Convolutions
+        self,
+        device_type: str,
+        pool: Pool,
+        memory: DeviceMemory,
+        fast_path: FastPath,
+        convolutions: Convolutions,
+        strays: Strays,
     ) -> None:
         self._device_type = device_type
         self._fast = fast_path
         self._pool = pool
         self._memory = memory
         self._convolutions = convolutions
+        self._strays = strays
         self._is_planned = False
         self._refusals = 0  # that the allocator made so far, without those that a search for an algorithm expects
 
@@ -75,7 +83,10 @@ class Calls:
         while True:
             self._take_room(facts, need)
             try:
-                return call(func, args, kwargs)
+                found = call(func, args, kwargs)
+                if self._strays.now():
+                    self._strays.ran(tensors_in(args, kwargs))
+                return found
             except Scattered as error:
                 self._gather(error, facts, need)
                 continue

@@ -20,7 +20,6 @@ class DeviceClock:
         self._waits = waits
         self._began: Event | None = None
         self._lingers: list[Span] = []
-        self._stream = 0
 
     def mark(self) -> Event:
         """A mark after all that the program asked the device to compute so far."""
@@ -39,17 +38,10 @@ class DeviceClock:
         return mark
 
     def begin(self) -> None:
-        """A step begins. It computes on the stream that is current now."""
-        self._stream = self._streams.current()
+        """A step begins, on the stream that the program is on now."""
+        self._streams.begin()
         self._lingers = []
         self._began = self.mark()
-
-    def strays(self) -> bool:
-        """Whether the program computes on another stream than the step began on.
-
-        Copies are ordered by that one alone: what is saved meanwhile stays where it is.
-        """
-        return self._streams.current() != self._stream
 
     def end(self, recomputes: Sequence[Span]) -> StepTimes:
         """The step is over as far as the host goes; `recomputes` are the spans in which values were made anew."""

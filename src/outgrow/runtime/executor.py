@@ -25,6 +25,7 @@ from outgrow.runtime.clock import DeviceClock
 from outgrow.runtime.compiled import CompiledCode
 from outgrow.runtime.convolutions import Convolutions
 from outgrow.runtime.copies.copy import Copies
+from outgrow.runtime.copies.strays import Strays
 from outgrow.runtime.course import Course, Others
 from outgrow.runtime.current import CurrentStep
 from outgrow.runtime.demand import Demand
@@ -77,6 +78,7 @@ class Executor:
         too_small: Callable[[int, str], Exception],
         gradients: Callable[[], Iterable[torch.Tensor]],
         others: Others[Any],
+        strays: Strays | None = None,
         clock: DeviceClock | None = None,
         convolutions: Convolutions | None = None,
         fast_path: FastPath | None = None,
@@ -86,13 +88,15 @@ class Executor:
         """`too_small` makes the error for an op at which so many bytes are needed at least.
 
         `gradients` are those that the parameters have now; `others` are asked where a step departs from its plan.
-        `clock` is the device's, where that runs beside the host; on a CPU what was asked for is over when the call
-        returns, and the host's clock is right. `convolutions` says how their algorithms are chosen, where there are
+        `strays` keep things in order where the program computes on streams of its own. `clock` is the device's, where
+        that runs beside the host; on a CPU what was asked for is over when the call returns, and the host's clock is
+        right. `convolutions` says how their algorithms are chosen, where there are
         several. `fast_path` is for ops that need no care, `compiled` are the modules that stay compiled, `interrupts`
         wait until ops, packs and unpacks are booked.
         """
         self._others = others
         interrupts = interrupts or Interrupts()
+        strays = strays or Strays()
         convolutions = Convolutions() if convolutions is None else convolutions
         self._ledger = ledger
         self._pool = pool
@@ -102,7 +106,7 @@ class Executor:
         self._fast = fast = fast_path or FastPath(ledger, budget_bytes, None)
         self._current = current = CurrentStep(ledger, pool)
         self._room = room = Room(budget_bytes, ledger, pool, memory, fast, too_small)
-        self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again, clock)
+        self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again, strays, clock)
         self._reuser = Reuser(ledger, pool)
         parked = ParkedStorages(ledger, pool, copies, memory, room.make, self._run_inside)
         pool.parked, pool.arrived, pool.dropped.rebuild = parked, self._arrived, self._rebuild
@@ -119,7 +123,7 @@ class Executor:
             self._recomputer,
             self._parking,
             self._demand,
-            clock,
+            strays,
             interrupts,
             self._tick,
             self._make_way,
@@ -140,7 +144,7 @@ class Executor:
             current.came_to,
         )
         self._table = OpTable()
-        self._calls = Calls(ledger.device_type, pool, memory, fast, convolutions)
+        self._calls = Calls(ledger.device_type, pool, memory, fast, convolutions, strays)
         self._runner = Runner(
             current,
             ledger,

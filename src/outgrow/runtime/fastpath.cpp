@@ -22,6 +22,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
@@ -92,6 +93,7 @@ struct State {
   int64_t peak;            // the highest live bytes at any op that passed
   int64_t passed;          // ops that did
   int64_t device;          // the number of the GPU that is trained on; -1 for the CPU
+  int64_t stream;          // the one of that GPU that the step began on
   int64_t limit;           // what the resident set may be, in bytes
   int64_t statm, page;     // the open /proc/self/statm, and bytes of a page there
   const int64_t* needs;    // of each op what it adds, in bytes, and what else there is to say; -1: it needs care
@@ -603,6 +605,13 @@ bool all_known(const State& now, const torch::jit::Stack& stack, size_t count) {
   return true;
 }
 
+// Whether the program is on the stream that the step began on: what it does on others somebody has to order.
+bool is_at_home(const State& now) {
+  if (now.device < 0) return true;
+  static const c10::impl::VirtualGuardImpl gpu(c10::kCUDA);
+  return gpu.getStream({c10::kCUDA, static_cast<c10::DeviceIndex>(now.device)}).id() == now.stream;
+}
+
 bool fits(State& now, const Expected& next) {
   int64_t live = 0;
   if (now.device < 0) {
@@ -709,7 +718,7 @@ void watch(const c10::OperatorHandle& op, c10::DispatchKeySet all, torch::jit::S
   const bool is_op = next.op == &op.schema();
   const uint64_t look = now->learns || is_op ? look_of(*now, keys, *stack, count) : 0;
   const bool is_expected = is_op && look != 0 && next.look == look && is_within(*now, next, *stack, count);
-  if (now->passes && is_expected && may_go_unseen(*now, first, next.ops) && all_there(*stack, count) &&
+  if (now->passes && is_expected && is_at_home(*now) && may_go_unseen(*now, first, next.ops) && all_there(*stack, count) &&
       all_known(*now, *stack, count) && writes_safely(next, *stack, count) && fits(*now, next) &&
       passes(*now, op, keys, stack, count, next.flags & kDraws)) {
     now->number += next.ops;

@@ -83,6 +83,7 @@ class _State(ctypes.Structure):
         ("peak", ctypes.c_int64),
         ("passed", ctypes.c_int64),
         ("device", ctypes.c_int64),
+        ("stream", ctypes.c_int64),
         ("limit", ctypes.c_int64),
         ("statm", ctypes.c_int64),
         ("page", ctypes.c_int64),
@@ -196,6 +197,8 @@ class FastPath:
         `is_ragged` says that steps are of ever other sizes.
         """
         self._has_plan, self._is_ragged = plan is not None, is_ragged
+        if self._gpu is not None:
+            self._state.stream = torch.cuda.current_stream(self._gpu).stream_id
         self._state.hooks = None
         self._enter(plan, modes, Fit.EXACT, open_bytes=open_bytes, may_pass=may_pass)
         self._see_nodes()

@@ -16,7 +16,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _disable_current_modes
 
-from outgrow.runtime.clock import DeviceClock
+from outgrow.runtime.copies.strays import Strays
 from outgrow.runtime.current import CurrentStep
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
@@ -66,7 +66,7 @@ class Hooks:
         recomputer: Recomputer,
         parking: Parking,
         demand: Demand,
-        clock: DeviceClock | None,
+        strays: Strays,
         interrupts: Interrupts,
         tick: Ticking,
         make_way: Callable[[Handle], None],
@@ -85,7 +85,7 @@ class Hooks:
         self._recomputer = recomputer
         self._parking = parking
         self._demand = demand
-        self._clock = clock
+        self._strays = strays
         self._interrupts = interrupts
         self._tick = tick
         self._make_way = make_way
@@ -108,7 +108,7 @@ class Hooks:
             pool,
             fast_path,
             look=self._look,
-            strays=None if clock is None else clock.strays,
+            strays=strays.now if self.changes_threads else None,
             nothing=self._nothing,
         )
         pool.cache.unknown = self.staying
@@ -194,7 +194,8 @@ class Hooks:
             if current.recording is not None:
                 handle.recorded = current.recording.recorder.packed(record, handle.nbytes)
             entry: Entry | None = None
-            strays = self._clock is not None and self._clock.strays()
+            # Copies are ordered by the step's stream alone: what is saved on another one stays where it is.
+            strays = self._strays.now()
             if (
                 strays
                 or record is None
@@ -274,6 +275,7 @@ class Hooks:
             if this_step:
                 self._tick(Event.UNPACK, handle, entry)
             self._pool.wait_in(entry)
+            self._strays.follow()
             tensor = handle.rebuild(storage, self.staying.window)
             self._room.fill_up()
             self._unpacked()

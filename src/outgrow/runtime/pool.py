@@ -16,6 +16,7 @@ import torch
 from outgrow.errors import DeviceOutOfMemory, OutgrowError
 from outgrow.runtime.cache import Cache
 from outgrow.runtime.copies.copy import Copies, Copy
+from outgrow.runtime.copies.strays import Strays
 from outgrow.runtime.departures import Departures
 from outgrow.runtime.dropped import Dropped
 from outgrow.runtime.entry import Entry
@@ -65,11 +66,14 @@ class Pool:
         least_moved_bytes: int,
         fast_path: FastPath | None = None,
         interrupts: Interrupts | None = None,
+        strays: Strays | None = None,
     ) -> None:
         """`places` is the next tier, `copies` leads there, and `memory` is the device's own.
 
         `fast_path` is told which storages are parked. `interrupts` are let in where the pool waits for copies.
+        `strays` keep memory in order where the program computes on streams of its own.
         """
+        self._strays = strays or Strays()
         self._interrupts = interrupts or Interrupts()
         self.fast_path = fast_path or FastPath(ledger, budget_bytes, None)
         self.cache = Cache(ledger, self, budget_bytes, least_moved_bytes)
@@ -249,6 +253,7 @@ class Pool:
 
     def let_go(self, entry: Entry) -> None:
         """A value is safe elsewhere, or can be made anew: its memory goes, if nobody else holds it."""
+        self._strays.join()
         entry.storage = None
         self.cache.forget(entry)
 
@@ -436,7 +441,8 @@ class Pool:
         with torch._C._DisableTorchDispatch():
             while True:
                 try:
-                    storage = self._memory.allocate(nbytes)
+                    with self._strays.at_home():
+                        storage = self._memory.allocate(nbytes)
                     self.page_faults.mind_bounds()
                     return storage
                 except (RuntimeError, MemoryError, OSError) as error:

@@ -18,6 +18,7 @@ from outgrow.errors import OutgrowError, TraceMismatch
 from outgrow.planning.agenda import ops_of_recipes
 from outgrow.planning.plan import Plan, Replay
 from outgrow.runtime.clock import DeviceClock, Span
+from outgrow.runtime.copies.strays import Strays
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.entry import Entry
 from outgrow.runtime.pool import Pool
@@ -90,10 +91,12 @@ class Recomputer:
         pool: Pool,
         fetch: Callable[[Entry], torch.UntypedStorage],
         run: RunAgain,
+        strays: Strays,
         clock: DeviceClock | None = None,
     ) -> None:
-        """`fetch` brings a source to the device, `run` runs one op inside the budget."""
+        """`fetch` brings a source to the device, `run` runs one op inside the budget, on the stream of the step."""
         self._clock = clock
+        self._strays = strays
         self._ledger = ledger
         self._pool = pool
         self._fetch = fetch
@@ -295,7 +298,8 @@ class Recomputer:
             if one.nbytes() % _NUMBER.itemsize == 0:
                 rows = rows[0].view(_NUMBER), rows[1].view(_NUMBER)
             parts = zip(*(row.split(_COMPARED_BYTES // row.itemsize) for row in rows), strict=True)
-            return all(self._run(torch.ops.aten.equal.default, part, {}, None) for part in parts)
+            with self._strays.at_home():
+                return all(self._run(torch.ops.aten.equal.default, part, {}, None) for part in parts)
 
     def rebuild(self, entry: Entry, mates: Sequence[Entry]) -> Sequence[torch.UntypedStorage]:
         """Make a dropped value anew, and its `mates`, which its recipe makes as well; the pool asks for it.
@@ -329,6 +333,7 @@ class Recomputer:
 
     def _replay_now(self, recipe: Recipe, mates: Sequence[Contents]) -> list[torch.UntypedStorage]:
         with (
+            self._strays.at_home(),
             torch.no_grad(),
             torch._C._DisableTorchDispatch(),
             torch._C._DisableAutocast(),

@@ -306,6 +306,11 @@ bool is_next(const Stays& self, int64_t code) {
          static_cast<const int64_t*>(self.codes.buf)[self.tick] == code;
 }
 
+// Whether the program computes where copies are not ordered; or with its error set.
+bool has_strayed(const Stays& self) {
+  return self.strays != Py_None && (is_true(PyObject_CallNoArgs(self.strays)) || PyErr_Occurred());
+}
+
 // What is known of a saved tensor, if it is the one that comes next; null if Python has to say, or with its error set.
 const Expected* next_of(Stays& self, PyObject* item) {
   if (!THPVariable_CheckExact(item) || !is_next(self, self.number << 2)) return nullptr;
@@ -316,8 +321,7 @@ const Expected* next_of(Stays& self, PyObject* item) {
   if ((next.role == kMoves && next.value < 0) || !is_plain(tensor)) return nullptr;
   const auto nbytes = static_cast<int64_t>(tensor.nbytes());
   if (next.nbytes >= 0 ? nbytes != next.nbytes : next.nbytes < -1 && nbytes > -2 - next.nbytes) return nullptr;
-  if (self.strays != Py_None && (is_true(PyObject_CallNoArgs(self.strays)) || PyErr_Occurred())) return nullptr;
-  return &next;
+  return has_strayed(self) ? nullptr : &next;
 }
 
 // What autograd is to keep of one that stays; null as above.
@@ -479,7 +483,7 @@ c10::StorageImpl* storage_in_use(Stays& self, PyObject* entry) {
   static const Attribute recipe("recipe"), move_to_end("move_to_end");
   // Where the training has changed threads Python has to know, before anything is let go of there.
   if (self.thread != -1 && self.thread != static_cast<int64_t>(PyThread_get_thread_ident())) return nullptr;
-  if (!has_arrived(entry) || !recipe.is_none(entry)) return nullptr;
+  if (!has_arrived(entry) || !recipe.is_none(entry) || has_strayed(self)) return nullptr;
   c10::StorageImpl* const storage = storage_of(entry);
   if (storage == nullptr || is_parked(self, storage)) return nullptr;
   THPObjectPtr touched(PyObject_CallMethodOneArg(self.recent, move_to_end.name, entry));

@@ -168,6 +168,7 @@ class Session:
             least_moved_bytes,
             backend.fast_path,
             self._interrupts,
+            backend.strays,
         )
         self._kinds = Kinds(self._state.wrappers.syncs(), self._pool.make_way)
         compiled = compiled_modules(models)
@@ -181,6 +182,7 @@ class Session:
             _weakly(self._too_small),
             _weakly(self._state.gradients),
             self._kinds,
+            backend.strays,
             backend.clock,
             convolutions,
             backend.fast_path,

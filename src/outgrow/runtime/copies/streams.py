@@ -5,6 +5,7 @@ A protocol, so that the engine's order of things can be tested where there is no
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol
 
@@ -15,9 +16,13 @@ _LINGER_CYCLES = 1 << 19
 
 
 class Stream(Enum):
-    """Whom work is asked of. Each does what it was asked for in order; across streams only events order anything."""
+    """Whom work is asked of. Each does what it was asked for in order; across streams only events order anything.
+
+    `COMPUTE` is the stream that a step began on. Where the program is on another one now, that is `ELSEWHERE`.
+    """
 
     COMPUTE = "compute"
+    ELSEWHERE = "elsewhere"
     OUT = "out"
     BACK = "back"
 
@@ -33,10 +38,20 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """The three streams of one device. No call waits for the device."""
+    """The streams of one device. No call waits for the device."""
+
+    def begin(self) -> None:
+        """A step begins, on the stream that the program is on now."""
+
+    @property
+    def home(self) -> int:
+        """The stream that the step began on."""
 
     def current(self) -> int:
-        """Which stream the program computes on now."""
+        """The one that the program is on now."""
+
+    def at_home(self) -> AbstractContextManager[None]:
+        """Inside, the program is on the step's stream, and allocates there."""
 
     def record(self, stream: Stream) -> Event:
         """A mark after all that `stream` was asked for so far."""
@@ -58,7 +73,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """The streams of a CUDA device. The program's own stream is whichever is current where it is asked."""
+    """The streams of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,6 +82,16 @@ class CudaStreams:
             Stream.OUT: torch.cuda.Stream(device),
             Stream.BACK: torch.cuda.Stream(device),
         }
+        self.begin()
+
+    def begin(self) -> None:
+        """See `Streams`."""
+        self.home = self.current()
+        self._lanes[Stream.COMPUTE] = torch.cuda.current_stream(self._device)
+
+    def at_home(self) -> AbstractContextManager[None]:
+        """See `Streams`."""
+        return torch.cuda.stream(self._lanes[Stream.COMPUTE])
 
     def current(self) -> int:
         """See `Streams`."""
