@@ -209,6 +209,35 @@ def test_a_budget_below_the_training_state_is_refused_at_once(training: Training
     assert open_files_in(tmp_path) == []
 
 
+@pytest.mark.parametrize("what", ["each parameter is updated as its gradient comes", "a teacher that is not frozen"])
+def test_no_budget_is_refused_for_gradients_that_may_never_be_together(what: str) -> None:
+    torch.manual_seed(0)
+    large = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())])
+    small = nn.Linear(256, 256)
+    if what.startswith("each"):
+        optimizers: Any = [torch.optim.SGD([parameter], lr=0.01) for parameter in large.parameters()]
+        for parameter, optimizer in zip(large.parameters(), optimizers, strict=True):
+
+            def update(parameter: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(update)
+        trained, teacher = large, nn.Identity()
+    else:
+        optimizers, trained, teacher = torch.optim.SGD(small.parameters(), lr=0.01), small, large
+    budget = sum(parameter.nbytes for model in (trained, teacher) for parameter in model.parameters()) + (1 << 20)
+    with outgrow.Session([trained, teacher], optimizers, budget=budget) as session:
+        for k in range(4):
+            with session.step():
+                x = torch.randn(16, 256, generator=torch.Generator().manual_seed(k))
+                with torch.no_grad():
+                    wanted = teacher(x)
+                F.mse_loss(trained(x), wanted + 1).backward()
+            small.zero_grad()
+        assert session.peak_bytes <= budget
+
+
 def test_a_budget_too_small_for_an_op_is_refused_in_the_first_step(training: Training) -> None:
     before = training.parameters
     state = 2 * sum(parameter.nbytes for parameter in before)

@@ -89,6 +89,18 @@ def test_the_wall_stands_just_behind_the_budget_and_goes_with_the_session(alloca
     assert allocator.share == 0.9
 
 
+def test_the_wall_of_a_session_that_is_made_again_is_its_own(allocator: Allocator) -> None:
+    """As in a notebook: the one before ends when the new one has begun."""
+    allocator.share = 0.9
+    before = CudaMemory(DEVICE, 2 * GiB, Ledger("cuda", 0))
+    memory = CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))
+    assert allocator.share == pytest.approx(WALL)
+    before.close()
+    assert allocator.share == pytest.approx(WALL)
+    memory.close()
+    assert allocator.share == 0.9
+
+
 def test_a_budget_never_lifts_a_wall_of_the_users(allocator: Allocator) -> None:
     allocator.share = 0.05
     CudaMemory(DEVICE, 8 * GiB, Ledger("cuda", 0))

@@ -472,3 +472,23 @@ def test_training_on_the_cpu_is_the_default_and_says_nothing_of_a_gpu(result: Js
     named = result("train", "resnet-18", "--image-size", "32", "--batch", "2", "--steps", "2", "--device", "cpu")
     assert usual["device_peak_bytes"] is None
     assert usual["parameters_sha256"] == named["parameters_sha256"]
+
+
+def test_this_machine_is_measured_whatever_the_programs_default_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: set[str] = set()
+
+    def noted(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            devices.update(tensor.device.type for tensor in tensors)
+            return function(*tensors)
+
+        return call
+
+    for name in ("mm", "add"):
+        monkeypatch.setattr(torch, name, noted(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "copy_", noted(torch.Tensor.copy_))
+    with torch.device("meta"):
+        measure.product_speed(torch.float32, 16)
+        measure.copy_speed(1 << 10)
+        measure.op_overhead_seconds()
+    assert devices == {"cpu"}

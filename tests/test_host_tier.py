@@ -159,3 +159,11 @@ def test_a_budget_that_does_not_hold_the_buffers_is_refused(spill: SpillFile) ->
     assert caught.value.least_bytes == LEAST_HOST_BYTES
     with pytest.raises(HostBudgetTooSmall, match="CUDA error: out of memory"):
         HostTier(LEAST_HOST_BYTES, spill, Pins(most=100))
+
+
+def test_pinned_memory_is_the_hosts_whatever_the_programs_default_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        empty = torch.empty
+        assert empty(0).is_meta  # from here on PyTorch knows which functions have a default
+        monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: empty(*sizes, **options))
+        assert host.pinned(16).device.type == "cpu"

@@ -28,8 +28,9 @@ from outgrow.runtime.outcome import StepOutcome
 from outgrow.runtime.recipes import Recipe
 from outgrow.runtime.runner import Runner
 from outgrow.session.kind import StepKind
-from outgrow.tracing.ledger import StorageRecord
-from outgrow.tracing.ops import OpFacts
+from outgrow.tracing.ledger import Ledger, StorageRecord
+from outgrow.tracing.ops import OpFacts, facts_of
+from outgrow.tracing.recorder import ModuleNames, Recorder
 from steps import (
     RandomDecisions,
     RecomputeAll,
@@ -738,6 +739,16 @@ def test_memory_that_a_recipe_read_goes_with_whoever_had_it() -> None:
                 parameter.data = parameter.data.clone()
             assert all(memory.expired() for memory in old)
         assert session.summary().recomputed_bytes > 0
+
+
+def test_what_draws_from_a_generator_that_it_is_given_is_not_run_again() -> None:
+    """A GPU's recurrent layers with dropout: another run would put the generator on."""
+    draws = facts_of(torch.ops.aten._cudnn_rnn.default)
+    assert draws.draws
+    recorder = Recorder(Ledger("cuda", 0), ModuleNames([]), {})
+    generator, places = torch.zeros(8, dtype=torch.uint8), len(torch.ops.aten._cudnn_rnn.default._schema.arguments)
+    assert not recorder._is_repeatable(draws, [None] * (places - 1) + [generator])
+    assert recorder._is_repeatable(draws, [None] * places)
 
 
 def test_who_is_made_from_what_is_written_is_found_and_nothing_is_held_of_who_was_made_anew() -> None:

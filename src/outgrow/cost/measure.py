@@ -111,7 +111,7 @@ def _gpu_speeds(device: torch.device, room: int) -> tuple[float, float, float, f
     """FLOP/s of a matrix product, and bytes per second in memory, to the host and back; in `room` bytes twice."""
     with torch.no_grad(), torch.cuda.device(device):
         here = torch.zeros(room // 4, device=device)  # the user's random numbers are not ours to draw
-        there = torch.zeros(room // 4, pin_memory=True)
+        there = torch.zeros(room // 4, device="cpu", pin_memory=True)
         other = torch.empty_like(here)
         inside = _best_event_seconds(lambda: other.copy_(here))
         out = _best_event_seconds(lambda: there.copy_(here, non_blocking=True))
@@ -136,21 +136,22 @@ def _best_event_seconds(run: Callable[[], object], repeats: int = 5) -> float:
 
 def product_speed(dtype: torch.dtype, size: int = _PRODUCT_SIZE) -> float:
     """FLOP/s of a square matrix product of `size`."""
-    left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))  # random numbers are not ours to draw
+    # The program may have another default device, and random numbers are not ours to draw.
+    left, right = (torch.ones(size, size, dtype=dtype, device="cpu") for _ in range(2))
     with torch.no_grad():
         return 2 * size**3 / best_seconds(lambda: torch.mm(left, right))
 
 
 def copy_speed(nbytes: int = _MOST_MEASURED_BYTES) -> float:
     """Bytes per second, read plus written, of a copy of `nbytes` in memory."""
-    source, target = torch.zeros(nbytes // 4), torch.empty(nbytes // 4)
+    source, target = torch.zeros(nbytes // 4, device="cpu"), torch.empty(nbytes // 4, device="cpu")
     with torch.no_grad():
         return 2 * nbytes / best_seconds(lambda: target.copy_(source))
 
 
 def op_overhead_seconds() -> float:
     """Time of an op that has next to nothing to do, in seconds."""
-    few = torch.zeros(16)
+    few = torch.zeros(16, device="cpu")
     calls = 100
 
     def run() -> None:

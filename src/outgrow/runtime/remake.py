@@ -61,7 +61,7 @@ class Remake:
     def run(self, storage: torch.UntypedStorage, run: RunOp) -> None:
         """Write the result to `storage`; `run` runs one op inside the budget."""
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            window = torch.empty(0, dtype=self._dtype).set_(storage, *self._window)
+            window = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._window)
             run(self._func, tuple(self._sources), {"out": window})
 
     def let_go(self) -> None:

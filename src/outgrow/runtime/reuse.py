@@ -104,8 +104,8 @@ def _is_calibrated() -> bool:
 
 def _calibrate() -> Mapping[tuple[str, str], frozenset[Holders]]:
     mode = _Calibration()
-    weight = torch.ones(2, 2, requires_grad=True)
-    rows = torch.ones(1, 2, 2)
+    weight = torch.ones(2, 2, device="cpu", requires_grad=True)
+    rows = torch.ones(1, 2, 2, device="cpu")
     with mode:
         for name, examples in EXAMPLES.items():
             for example in examples:

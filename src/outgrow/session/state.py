@@ -66,19 +66,27 @@ class TrainingState:
     def refuse_hopeless_budget(self, budget_bytes: int) -> None:
         """Refuse a budget before the first step that no plan could keep.
 
-        Parameters, and a gradient for each that is trained, are alive together whatever the plan.
+        Parameters are alive together whatever the plan, and so are the gradients that one optimizer reads. (A model
+        that is not frozen may never get any; and programs that update each parameter as its gradient comes, by an
+        optimizer of its own, have one at a time.)
 
         Raises:
             BudgetTooSmall: it does not hold even these.
         """
         self.kinds()  # has the ledger see all of it
-        in_buckets = self.wrappers.parameters_with_buckets()
-        gradients = sum(
-            item.numel() * item.element_size()
-            for number, item in self.parameters().items()
-            if item.requires_grad and item.grad is None and number not in in_buckets
-        )
+        gradients = max(map(self._coming_gradient_bytes, self.optimizers), default=0)
         needed = self._ledger.live_bytes + gradients
         if needed > budget_bytes:
             holders = {"training state": self._ledger.live_bytes, "gradients": gradients}
             raise BudgetTooSmall(budget_bytes, needed, holders, exact=False)
+
+    def _coming_gradient_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        """Bytes of the gradients that an optimizer will read and that are not there yet, nor is memory for them."""
+        in_buckets = self.wrappers.parameters_with_buckets()
+        ours = self.parameters()
+        updated = {id(item): item for group in optimizer.param_groups for item in group["params"]}
+        return sum(
+            item.numel() * item.element_size()
+            for number, item in updated.items()
+            if number in ours and item.requires_grad and item.grad is None and number not in in_buckets
+        )

@@ -39,6 +39,8 @@ _OVERWRITING = frozenset(
 )
 # These draw random numbers and do not carry the tag.
 _UNTAGGED_DICE = frozenset({"random", "random_"})
+# The argument by which a GPU's recurrent layers are given a generator of their own.
+_DICE = "dropout_state"
 # What batch norm updates; what tells whether it does; and by name which of its operators never do, or always.
 _STATISTICS = ("running_mean", "running_var")
 _TRAINS = ("training", "train")
@@ -75,6 +77,8 @@ class OpFacts:
     `sized_by_data`: what its tensors hold may say so: `nonzero`, an index that is a mask.
     `statistics`: positions of the running statistics that batch norm updates, where the argument at `trains_at` says
     that it trains (-1: always). It does not read them then; and most schemas do not say that it writes.
+    `dice_at`: the position of a tensor that holds the state of a generator, from which it draws and which it puts on;
+    its schema does not say that it writes.
     """
 
     name: str
@@ -93,6 +97,7 @@ class OpFacts:
     sized_by_data: bool
     statistics: tuple[int, ...] = ()
     trains_at: int = -1
+    dice_at: int = -1
 
 
 def facts_of(func: Any) -> OpFacts:
@@ -105,7 +110,7 @@ def facts_of(func: Any) -> OpFacts:
         if (alias is not None and alias.is_write) or (is_collective and "Tensor" in str(argument.type)):
             writes.append(argument.name if argument.kwarg_only else position)
     returns = schema.returns
-    name = str(func)
+    name, names = str(func), [argument.name for argument in schema.arguments]
     is_aten = func.namespace == "aten"
     base = name.split(".")[1] if is_aten else ""
     is_blank = name.startswith(_BLANK)
@@ -131,6 +136,7 @@ def facts_of(func: Any) -> OpFacts:
         over_lists=over_lists,
         sized_by_floats=name.startswith(_SIZED_BY_FLOATS),
         sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
+        dice_at=names.index(_DICE) if _DICE in names else -1,
         **_statistics_of(name, schema) if is_aten and "batch_norm" in base else {},
     )
 

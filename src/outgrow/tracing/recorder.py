@@ -173,7 +173,7 @@ class Recorder:
                 moved_bytes=0 if facts.is_view else moved,
                 workspace_bytes=max(0, rise_bytes - new_bytes),
                 seconds=seconds,
-                repeatable=self._is_repeatable(facts),
+                repeatable=self._is_repeatable(facts, args),
                 channels_last="convolution" in facts.name and any(map(_is_channels_last, inputs)),
                 dtype=_dtype_of((*inputs, *outputs)),
                 shape=_convolution_shape(facts.name, args, result) if "convolution" in facts.name else (),
@@ -230,8 +230,10 @@ class Recorder:
         if self._watched:
             self._look_at_holders()
 
-    def _is_repeatable(self, facts: OpFacts) -> bool:
+    def _is_repeatable(self, facts: OpFacts, args: Sequence[Any]) -> bool:
         """Whether the op gives the same outputs when it runs again, perhaps on the backward pass's thread."""
+        if 0 <= facts.dice_at < len(args) and args[facts.dice_at] is not None:
+            return False
         if facts.draws and self._ledger.device_type not in ("cpu", "cuda"):
             return False
         # With `benchmark` each thread takes the algorithm that was fastest when it looked.

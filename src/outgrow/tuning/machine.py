@@ -75,7 +75,7 @@ def _disk_speeds(spill_dir: str | Path | None, *, allow_tmpfs: bool) -> tuple[fl
     spill = SpillFile(spill_dir, allow_tmpfs=allow_tmpfs)
     copies = CpuCopies(spill)
     try:
-        memory = torch.ones(_DISK_BYTES, dtype=torch.uint8)
+        memory = torch.ones(_DISK_BYTES, dtype=torch.uint8, device="cpu")
         slots = [spill.reserve(_DISK_BYTES) for _ in range(_DISK_PIECES)]
         for lane in (copies.out, copies.back):
             for slot in slots:

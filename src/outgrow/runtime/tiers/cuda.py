@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -82,7 +84,11 @@ class CudaMemory:
         self._budget = budget_bytes
         self._ledger = ledger
         self._total = torch.cuda.mem_get_info(device)[1]
-        self._usual_share = torch.cuda.get_per_process_memory_fraction(device)
+        others = _open_on(device)
+        self._usual_share: float = (
+            next(iter(others))._usual_share if others else torch.cuda.get_per_process_memory_fraction(device)
+        )
+        others.add(self)
         # It is compared before whole pieces are taken. Small budgets need each piece that they may have.
         slack = int(budget_bytes * (_RESERVED_SHARE - 1))
         self._most_reserved = budget_bytes + slack
@@ -340,8 +346,13 @@ class CudaMemory:
         torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Take the wall away."""
-        torch.cuda.set_per_process_memory_fraction(self._usual_share, self._device)
+        """Take the wall away, or leave another session its own."""
+        others = _open_on(self._device)
+        others.discard(self)
+        if others:
+            next(iter(others))._stand()
+        else:
+            torch.cuda.set_per_process_memory_fraction(self._usual_share, self._device)
 
     def _stand(self) -> None:
         """Put the wall where it has to be now."""
@@ -374,3 +385,9 @@ class CudaMemory:
     def _stats(self) -> dict[str, Any]:
         # The nested form is the allocator's own; the flat one takes ten times as long.
         return torch.cuda.memory_stats_as_nested_dict(self._device)
+
+
+@cache
+def _open_on(device: torch.device) -> WeakSet[CudaMemory]:
+    """Those that have a wall on a device: who is not the first does not find the user's own there."""
+    return WeakSet()

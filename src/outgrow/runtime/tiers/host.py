@@ -201,4 +201,4 @@ def pinned(nbytes: int) -> torch.Tensor:
         RuntimeError: the system does not give that much.
     """
     with torch._C._DisableTorchDispatch():
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

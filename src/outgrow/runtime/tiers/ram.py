@@ -124,7 +124,7 @@ class Ram:
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory for a value that comes back."""
-        return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         """Take a storage's memory away: what it gets later lies in the arena, if there is one.
