@@ -1,13 +1,12 @@
 """The peak of a training step as the allocator tells it, for steps that no dispatch mode can watch.
 
-    python benchmarks/allocator_peak.py SETUP      # what `Setup.to_json` writes; prints bytes
-
 A compiled network runs its own kernels: the session's ledger would make it run op by op. So here PyTorch's profiler
 takes down every block that the allocator gives out and takes back.
 """
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from importlib import import_module
@@ -28,14 +27,14 @@ def allocator_peak_bytes(setup: Setup, limit_seconds: float) -> int:
     Raises:
         SetupFailed: it raised an error, or took too long.
     """
-    command = [sys.executable, str(Path(__file__)), setup.to_json()]
+    command = [sys.executable, str(Path(__file__))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds)
+        done = subprocess.run(command, input=pickle.dumps(setup), capture_output=True, timeout=limit_seconds)
     except subprocess.TimeoutExpired as error:
         failure = Failure("TimeoutError", f"took longer than {limit_seconds:.0f} s")
         raise SetupFailed(setup.name, failure) from error
     if done.returncode:
-        words = " ".join(done.stderr.split())
+        words = " ".join(done.stderr.decode(errors="replace").split())
         raise SetupFailed(setup.name, Failure("Died", words[-400:]))
     return int(done.stdout.split()[-1])
 
@@ -64,4 +63,4 @@ def _measure(setup: Setup) -> int:
 
 
 if __name__ == "__main__":
-    print(_measure(Setup.from_json(sys.argv[1])))
+    print(_measure(pickle.load(sys.stdin.buffer)))

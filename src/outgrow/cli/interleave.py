@@ -7,21 +7,19 @@ what the set-ups differ in. Processes of their own keep one set-up's heap out of
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import resource
-import select
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
-from pathlib import Path
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
 from outgrow.cli.options import Options
 from outgrow.errors import BudgetTooSmall, OutgrowError
@@ -37,6 +35,9 @@ SESSION_WARMUP = 7  # cold, recorded, proofs of recipes, three that set the plan
 PLAIN_WARMUP = 2  # cold, and one with the optimizer's state in its place
 _CLOSE_SECONDS = 20.0  # a process that was told to end and takes longer is killed
 _STDERR_TAIL = 400  # characters of what a process that died had to say
+# What each process imports, which takes seconds: once, in the one that the others are forked off. (Dynamo is what the
+# first optimizer imports.)
+_IMPORTED_AHEAD = ("outgrow.cli.train", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Setup:
         options: what to train and how; without a budget, plain PyTorch.
         prepare: what changes the model before it trains: a module, a function in it, and strings that the function
             gets after the model. Empty for nothing.
-        environment: variables that its process has besides those of this one.
+        environment: variables that its process has besides those of this one, from its very begin.
     """
 
     name: str
@@ -61,19 +62,6 @@ class Setup:
         """Steps until its steps are alike."""
         return PLAIN_WARMUP if self.options.budget is None else SESSION_WARMUP
 
-    def to_json(self) -> str:
-        """For the command line of its process."""
-        return json.dumps(asdict(self), default=str)  # a folder is no JSON
-
-    @classmethod
-    def from_json(cls, text: str) -> Setup:
-        """The reverse of `to_json`."""
-        document = json.loads(text)
-        options = document["options"]
-        folder = options["spill_dir"]
-        options["spill_dir"] = None if folder is None else Path(folder)
-        return cls(document["name"], Options(**options), tuple(document["prepare"]), document["environment"])
-
 
 @dataclass(frozen=True)
 class Row:
@@ -85,12 +73,6 @@ class Row:
     page_faults: int
     loss: float | None
     summary: Summary | None
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> Row:
-        """From what a process reported."""
-        summary = document["summary"]
-        return cls(**{**document, "summary": None if summary is None else Summary(**summary)})
 
     def to_document(self) -> dict[str, Any]:
         """As plain data for JSON, the session's figures beside the others."""
@@ -157,17 +139,16 @@ class Worker:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
-        # The process finds the modules that this one finds.
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, setup.to_json()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            env={**os.environ, **path, **setup.environment},
-        )
+        self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        # Some variables are read when a process begins.
+        context = get_context("spawn") if setup.environment else get_context("forkserver")
+        context.set_forkserver_preload([*_IMPORTED_AHEAD])
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(setup, theirs, self._errors.name))
+        # The process that others are forked off finds the modules that this one finds.
+        with _environment({"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **setup.environment}):
+            self._process.start()
+        theirs.close()
 
     def ready(self, limit_seconds: float | None = None) -> None:
         """Wait until its model is built.
@@ -179,57 +160,63 @@ class Worker:
 
     def step(self, limit_seconds: float | None = None) -> Row:
         """Run one step and tell what it was."""
-        return Row.from_document(self._ask("step", limit_seconds))
+        row: Row = self._ask("step", limit_seconds)
+        return row
 
     def plan(self) -> PlanFigures | None:
         """What the plan of the next step says; None without a session or before its plan."""
-        figures = self._ask("plan")["plan"]
-        return None if figures is None else PlanFigures(**figures)
+        figures: PlanFigures | None = self._ask("plan")
+        return figures
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
+        self._pipe.close()
+        self._process.join(_CLOSE_SECONDS)
+        if self._process.is_alive():
             self._kill()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._stderr.close()
+        self._errors.close()
 
-    def _ask(self, word: str, limit_seconds: float | None = None) -> dict[str, Any]:
-        assert self._process.stdin is not None
+    def _ask(self, word: str, limit_seconds: float | None = None) -> Any:
         # Who died says so below, when no answer comes.
         with suppress(BrokenPipeError):
-            self._process.stdin.write(f"{word}\n")
-            self._process.stdin.flush()
+            self._pipe.send(word)
         return self._answer(limit_seconds)
 
-    def _answer(self, limit_seconds: float | None) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        # One line answers one question, so nothing waits in the buffer of `readline` that select would not see.
-        if limit_seconds is not None and not select.select([self._process.stdout], [], [], limit_seconds)[0]:
+    def _answer(self, limit_seconds: float | None) -> Any:
+        if limit_seconds is not None and not self._pipe.poll(limit_seconds):
             self._kill()
             raise SetupFailed(self.setup.name, Failure("TimeoutError", f"took longer than {limit_seconds:.0f} s"))
-        line = self._process.stdout.readline()
-        if not line:
-            raise SetupFailed(self.setup.name, Failure("Died", self._last_words()))
-        document: dict[str, Any] = json.loads(line)
-        if "failure" in document:
-            raise SetupFailed(self.setup.name, Failure(**document["failure"]))
-        return document
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise SetupFailed(self.setup.name, Failure("Died", self._last_words())) from None
+        if isinstance(answer, Failure):
+            raise SetupFailed(self.setup.name, answer)
+        return answer
 
     def _last_words(self) -> str:
-        code = self._process.wait()
-        self._stderr.seek(0)
-        words = " ".join(self._stderr.read().decode(errors="replace").split())
-        return f"its process ended with {code}: {words[-_STDERR_TAIL:]}"
+        self._process.join()
+        words = " ".join(self._errors.read().decode(errors="replace").split())
+        return f"its process ended with {self._process.exitcode}: {words[-_STDERR_TAIL:]}"
 
     def _kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
+
+
+@contextmanager
+def _environment(more: Mapping[str, str]) -> Iterator[None]:
+    """Inside, this process has these variables too."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def interleave(
@@ -359,22 +346,34 @@ def _workers(setups: Sequence[Setup]) -> Iterator[list[Worker]]:
 # --- the process of one set-up ---
 
 
-def _work(setup: Setup, questions: IO[str], answers: IO[str]) -> None:
-    """Build what the set-up says, then answer each question with one line of JSON."""
+def _main(setup: Setup, pipe: Connection, errors: str) -> None:
+    """What the process does, from its begin to its end; what libraries print goes to a file."""
+    written = os.open(errors, os.O_WRONLY | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    # Ctrl-C reaches the whole group; whoever asks ends this process.
+    with suppress(KeyboardInterrupt):
+        _work(setup, _received(pipe), pipe.send)
 
-    def answer(document: Mapping[str, Any]) -> None:
-        print(json.dumps(document), file=answers, flush=True)
 
+def _received(pipe: Connection) -> Iterator[str]:
+    with suppress(EOFError):
+        while True:
+            yield pipe.recv()
+
+
+def _work(setup: Setup, questions: Iterable[str], answer: Callable[[object], None]) -> None:
+    """Build what the set-up says, then answer each question."""
     # The model and what prepares it may raise anything: whoever asked decides what to make of it.
     try:
         _answer_all(setup, questions, answer)
     except Exception as error:
         least = error.least_bytes if isinstance(error, BudgetTooSmall) else None
         message = " ".join(str(error).split()) or repr(error)
-        answer({"failure": asdict(Failure(type(error).__name__, message, least))})
+        answer(Failure(type(error).__name__, message, least))
 
 
-def _answer_all(setup: Setup, questions: IO[str], answer: Callable[[Mapping[str, Any]], None]) -> None:
+def _answer_all(setup: Setup, questions: Iterable[str], answer: Callable[[object], None]) -> None:
     from outgrow.cli.job import make_job
     from outgrow.cli.train import open_session, timed_step
 
@@ -385,41 +384,29 @@ def _answer_all(setup: Setup, questions: IO[str], answer: Callable[[Mapping[str,
         module, function, *arguments = setup.prepare
         getattr(import_module(module), function)(model, *arguments)
     session = None if job.budget_bytes is None else open_session(job, model, optimizer)
-    answer({"ready": True})
+    answer(None)
     for question in questions:
-        if question.strip() == "plan":
+        if question == "plan":
             plan = None if session is None else session.plan
-            answer({"plan": None if plan is None else asdict(_figures(plan))})
+            answer(None if plan is None else _figures(plan))
             continue
         batch = next(batches)
         before = resource.getrusage(resource.RUSAGE_SELF)
         loss, seconds = timed_step(job, model, optimizer, (batch,), session)
         after = resource.getrusage(resource.RUSAGE_SELF)
-        row = Row(
-            seconds=seconds,
-            user_seconds=after.ru_utime - before.ru_utime,
-            system_seconds=after.ru_stime - before.ru_stime,
-            page_faults=after.ru_minflt - before.ru_minflt,
-            loss=loss if math.isfinite(loss) else None,
-            summary=None if session is None else session.summary(),
+        answer(
+            Row(
+                seconds=seconds,
+                user_seconds=after.ru_utime - before.ru_utime,
+                system_seconds=after.ru_stime - before.ru_stime,
+                page_faults=after.ru_minflt - before.ru_minflt,
+                loss=loss if math.isfinite(loss) else None,
+                summary=None if session is None else session.summary(),
+            )
         )
-        answer(asdict(row))
     if session is not None:
         session.close()
 
 
 def _figures(plan: Plan) -> PlanFigures:
     return PlanFigures(plan.least_budget_bytes, plan.simulate().plain_step_seconds)
-
-
-def _main() -> None:
-    # What libraries print must not come between the answers: it goes to standard error.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    # Ctrl-C reaches the whole group; whoever asks ends this process.
-    with suppress(KeyboardInterrupt):
-        _work(Setup.from_json(sys.argv[1]), sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    _main()
