@@ -12,6 +12,8 @@ import torch
 
 from outgrow.runtime.copies.streams import CudaStreams, Stream
 from outgrow.runtime.dice import _default_generator
+from outgrow.runtime.fastpath import FastPath
+from outgrow.runtime.page_faults import PageFaults
 from outgrow.runtime.tiers.cuda import AllocatorCount, CudaMemory
 from outgrow.runtime.tiers.memory import Request, Scattered
 from outgrow.tracing.ledger import Ledger
@@ -464,6 +466,20 @@ def test_a_step_keeps_the_stream_that_it_began_on(monkeypatch: pytest.MonkeyPatc
     assert streams.current() == streams.home
     streams.wait(Stream.COMPUTE, event)
     assert other.waited == [event, event]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_where_an_allocator_refuses_a_large_op_plans_are_not_made_for_what_was_alive_beside_it(counted: bool) -> None:
+    ledger, budget = Ledger("cuda", 0), 6400
+    memory: Any = SimpleNamespace(is_counted=counted, relieve=lambda: None, go_astray=lambda: None)
+    faults = PageFaults(budget, ledger, memory, FastPath(ledger, budget, None), lambda nbytes: True, lambda: "")
+    ledger.settle(3000)
+    faults.meet(MemoryError("none"), 2500, "an op that is guessed to take more", 2000)
+    assert faults.level == (3000 + 2000 - budget // 64 if counted else 3000)
+    ledger.settle(4500)
+    assert faults.thin_out(50, is_fault=True)
+    assert faults.level == (4500 if counted else 3000)
+    assert faults.count == 2
 
 
 def test_streams_copy_between_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

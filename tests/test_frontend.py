@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from outgrow.cost.workspaces import Workspace
 from outgrow.runtime.convolutions import Convolutions, open_convolutions
-from outgrow.runtime.frontend import _MOST_WAYS, Frontend, Way, Ways
+from outgrow.runtime.frontend import _MOST_WAYS, Frontend, Way, Ways, _is_for_cudnn
 from outgrow.tracing.ops import facts_of
 
 MiB = 1 << 20
@@ -94,3 +95,28 @@ def test_all_convolutions_are_seen_where_somebody_chooses_for_them() -> None:
         assert convolutions.instead_of(relu, facts_of(relu)) is relu
     assert not Convolutions(Workspace.MEMORY).needs_all  # cuDNN's heuristics, as everywhere
     assert not Convolutions(None, object.__new__(Frontend)).knows_ways  # nobody asked for it
+
+
+class OnGpu:
+    """What is asked of a tensor there."""
+
+    is_cuda, dtype = True, torch.float32
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@pytest.mark.parametrize(("groups", "is_ours"), [(1, True), (4, True), (8, False)])
+def test_windows_over_one_channel_each_are_left_to_pytorchs_own_kernels(groups: int, is_ours: bool) -> None:
+    images, weight, out = OnGpu(2, 8, 9, 9), OnGpu(8, 8 // groups, 3, 3), OnGpu(2, 8, 7, 7)
+    geometry = [1, 1], [0, 0], [1, 1], False, [0, 0], groups
+    aten = torch.ops.aten
+    assert _is_for_cudnn(aten.convolution.default, (images, weight, None, *geometry)) is is_ours
+    backward = out, images, weight, None, *geometry, [True, True, False]
+    assert _is_for_cudnn(aten.convolution_backward.default, backward) is is_ours

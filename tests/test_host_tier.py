@@ -167,3 +167,15 @@ def test_pinned_memory_is_the_hosts_whatever_the_programs_default_device_is(monk
         assert empty(0).is_meta  # from here on PyTorch knows which functions have a default
         monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: empty(*sizes, **options))
         assert host.pinned(16).device.type == "cpu"
+
+
+def test_what_was_pinned_is_the_systems_again_once_a_session_is_closed(
+    spill: SpillFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch keeps it for the next who asks, and the next session would find so much less free memory."""
+    kept: list[int] = []
+    tier = HostTier(64 * MiB, spill, Pins())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: kept.append(tier.pinned_bytes), raising=False)
+    tier.close()
+    assert kept == [0]

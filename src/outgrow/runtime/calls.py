@@ -23,6 +23,8 @@ from outgrow.tracing.probe import is_profiled, measured_call
 
 # Libraries that try another algorithm, with other bits, where the first finds no workspace.
 _FALLS_BACK = ("convolution", "cudnn", "miopen", "rnn", "lstm", "gru")
+# It writes to what the forward pass left for it, and does not say so.
+_SPOILS_ITS_INPUT = "aten._cudnn_rnn_backward"
 # What PyTorch says where cuDNN has no algorithm that gets its workspace (Conv_v8.cpp).
 _NO_ALGORITHM = "unable to find an engine"
 
@@ -92,7 +94,7 @@ class Calls:
                 continue
             except (RuntimeError, MemoryError) as error:
                 # A list of tensors may be half updated: running the op again would update the first half twice.
-                half_done = facts.writes and facts.over_lists
+                half_done = (facts.writes and facts.over_lists) or facts.name.startswith(_SPOILS_ITS_INPUT)
                 half_done = half_done or facts.is_collective  # the other processes have answered the first call
                 if half_done or not is_out_of_memory(error):
                     raise

@@ -353,9 +353,9 @@ class Frontend:
 def _is_for_cudnn(func: Any, args: Sequence[Any]) -> bool:
     """Whether a call is a convolution over images or volumes that PyTorch would leave to cuDNN."""
     if func is _FORWARD and len(args) == 9:
-        tensors, transposed, geometry = args[:2], args[6], args[3:6]
+        tensors, transposed, geometry, images, groups = args[:2], args[6], args[3:6], args[0], args[8]
     elif func is _BACKWARD and len(args) == 11:
-        tensors, transposed, geometry = args[:3], args[7], args[4:7]
+        tensors, transposed, geometry, images, groups = args[:3], args[7], args[4:7], args[1], args[9]
     else:
         return False
     return (
@@ -367,6 +367,7 @@ def _is_for_cudnn(func: Any, args: Sequence[Any]) -> bool:
             tensor.is_cuda and tensor.dtype in _TYPES and tensor.dim() in (4, 5) and tensor.numel() > 0
             for tensor in tensors
         )
+        and not images.shape[1] == groups > 1  # for windows over one channel each PyTorch has kernels of its own
     )
 
 

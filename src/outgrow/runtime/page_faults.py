@@ -17,13 +17,16 @@ _LOG = logging.getLogger(__name__)
 _FAULT_SHARE = 8
 # And for what is in use between free memory: so much of the budget.
 _SCATTERED_SHARE = 32
+# An allocator that gave an op no room is planned to stand this share of the budget nearer from then on.
+_NEARER_SHARE = 64
 
 
 class PageFaults:
     """Those of the step that runs.
 
     Attributes:
-        count: how many there were, and `level` the fewest bytes that were alive at one; 0 if there was none.
+        count: how many there were.
+        level: the bytes that plans are to come to at most for them; 0 if there was none.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class PageFaults:
         Raises:
             DeviceOutOfMemory: nothing is left that could leave.
         """
-        self._note(self._ledger.live_bytes)
+        self._note(self._ledger.live_bytes, nbytes if least_bytes is None else least_bytes)
         self._memory.relieve()
         before = self._ledger.live_bytes
         if not self._evict(max(nbytes, before // _FAULT_SHARE)):
@@ -82,7 +85,7 @@ class PageFaults:
         before = self._ledger.live_bytes
         has_left = self._evict(max(nbytes, self._budget // _SCATTERED_SHARE))
         if has_left and is_fault:
-            self._note(before)
+            self._note(before, nbytes)
         return has_left
 
     def mind_bounds(self) -> None:
@@ -90,9 +93,18 @@ class PageFaults:
         if not self._memory.keeps_bounds():
             self._go_astray()
 
-    def _note(self, live_bytes: int) -> None:
+    def _note(self, live_bytes: int, nbytes: int) -> None:
+        """So many bytes found no room beside those that were alive.
+
+        Where an allocator counts all that it gives out, it stands about where they would have come to: to plan for no
+        more than what was alive would leave out a large op altogether. Elsewhere the process has memory that nobody
+        counts.
+        """
+        level = live_bytes
+        if self._memory.is_counted:
+            level += max(0, nbytes - self._budget // _NEARER_SHARE)
         self.count += 1
-        self.level = min(self.level or live_bytes, live_bytes)
+        self.level = min(self.level or level, level)
         self._go_astray()
 
     def _go_astray(self) -> None:

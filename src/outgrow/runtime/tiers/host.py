@@ -149,11 +149,12 @@ class HostTier:
             self._holes.give(slot.offset, slot.nbytes)
 
     def close(self) -> None:
-        """Unpin all memory and close the file. All copies must be finished."""
+        """Give all memory back and close the file. All copies must be finished."""
         self._blocks.clear()
         self._starts.clear()
         self._buffers.clear()
         self._pinned = 0
+        unpin()
         self._spill.close()
 
     def _grow(self, end: int) -> int:
@@ -202,3 +203,9 @@ def pinned(nbytes: int) -> torch.Tensor:
     """
     with torch._C._DisableTorchDispatch():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def unpin() -> None:
+    """Have PyTorch give back to the system what it keeps pinned for nobody: that counts as used."""
+    if torch.cuda.is_initialized():
+        torch._C._host_emptyCache()
