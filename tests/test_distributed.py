@@ -302,9 +302,10 @@ def test_the_command_line_trains_in_ranks_as_plain_data_parallel_does(run_child:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks that `outgrow train` has started; not what Python keeps beside them to clean up."""
+    """The ranks that `outgrow train` has started: they are forked off a process of Python's."""
     children = psutil.Process(process.pid).children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    servers = [child for child in children if "forkserver" in " ".join(child.cmdline())]
+    return [rank for server in servers for rank in server.children()]
 
 
 def spills(ranks: Sequence[psutil.Process], folder: Path) -> bool:

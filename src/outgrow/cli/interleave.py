@@ -37,7 +37,7 @@ _CLOSE_SECONDS = 20.0  # a process that was told to end and takes longer is kill
 _STDERR_TAIL = 400  # characters of what a process that died had to say
 # What each process imports, which takes seconds: once, in the one that the others are forked off. (Dynamo is what the
 # first optimizer imports.)
-_IMPORTED_AHEAD = ("outgrow.cli.train", "torch._dynamo")
+IMPORTED_AHEAD = ("outgrow.cli.train", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Worker:
         self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115 - it lives as long as the process
         # Some variables are read when a process begins.
         context = get_context("spawn") if setup.environment else get_context("forkserver")
-        context.set_forkserver_preload([*_IMPORTED_AHEAD])
+        context.set_forkserver_preload([*IMPORTED_AHEAD])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(setup, theirs, self._errors.name))
         # The process that others are forked off finds the modules that this one finds.

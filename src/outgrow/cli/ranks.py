@@ -26,6 +26,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outgrow.cli.datasets import Part
+from outgrow.cli.interleave import IMPORTED_AHEAD
 from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.options import Options
 from outgrow.cli.train import FROM_SUMMARY, check_that_it_fits, run
@@ -122,11 +123,13 @@ def _launch(options: Options, nproc: int, steps: int) -> dict[int, dict[str, Any
         rdzv_endpoint="localhost:0",  # any port that is free
         local_addr="localhost",
         max_restarts=0,
-        start_method="spawn",
+        start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it leaves a folder behind
     )
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_CLOSE_SECONDS))
-    last_words: SimpleQueue[_LastWords] = get_context("spawn").SimpleQueue()
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED_AHEAD])
+    last_words: SimpleQueue[_LastWords] = context.SimpleQueue()
     # What the launcher logs of a failure says less than the rank's own words.
     logging.disable(logging.CRITICAL)
     try:
