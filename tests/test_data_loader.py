@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from functools import cache
 
 import pytest
@@ -108,3 +109,30 @@ def test_the_memory_of_batches_that_come_within_steps_is_let_go(one_thread: None
                 del storage, batch
             live.append(session.live_bytes)
     assert max(live) < 1 << 20
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_room_is_made_for_what_a_step_loads_from_a_file(one_thread: None, policy: str) -> None:
+    """No operator made its memory: one makes a tensor of that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(10) for layer in (nn.Linear(128, 128), nn.GELU())])
+    file = io.BytesIO()
+    torch.save(torch.ones(1 << 20), file)
+
+    def peaks(budget: int) -> list[int]:
+        found = []
+        with outgrow.Session(model, budget=budget, policy=policy) as session:
+            for k in range(9):
+                with session.step():
+                    loss = model(torch.ones(1024, 128)).pow(2).mean()
+                    if k in (5, 7):
+                        file.seek(0)
+                        loss = loss * torch.load(file).mean()
+                    loss.backward()
+                    del loss
+                model.zero_grad()
+                found.append(session.summary().measured_peak_bytes)
+        return found
+
+    budget = int(0.8 * max(peaks(1 << 40)[:5]))
+    assert max(peaks(budget)) <= budget

@@ -42,10 +42,11 @@ class BudgetTooSmall(OutgrowError):
         self.exact = exact
         parts = sorted(self.holders.items(), key=lambda item: -item[1])
         taken = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
-        least = "the least budget is" if exact else "the least budget so far in this step is"
+        so_far = "" if exact else " so far in this step" if where else " that is known of before the first step"
         at = f" at {where}" if where else ""
         super().__init__(
-            f"the budget of {format_bytes(budget_bytes)} is too small: {least} {format_bytes(least_bytes)}"
+            f"the budget of {format_bytes(budget_bytes)} is too small: the least budget{so_far} is"
+            f" {format_bytes(least_bytes)}"
             f" ({least_bytes} bytes){at}, taken by {taken}. Raise the budget, or lower the batch or input size."
         )
 
@@ -90,6 +91,10 @@ class DeviceOutOfMemory(OutgrowError, MemoryError):
 
 class SpillError(OutgrowError, OSError):
     """The disk tier cannot be used or failed: missing, read-only, full, or an I/O error."""
+
+    def __str__(self) -> str:
+        """What went wrong in words; its number is in `errno`."""
+        return self.strerror or super().__str__()
 
 
 class ReportError(OutgrowError, OSError):

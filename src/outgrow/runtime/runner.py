@@ -115,6 +115,8 @@ class Runner:
         see, known = ledger.see, ledger.newest
         for tensor in inputs:
             see(tensor)
+        if facts.takes_storage:
+            _show_storages(ledger, args)
         if ledger.hidden_bytes and ledger.newest > known and _is_of_reducer():
             ledger.show_hidden(known)
         self._room.where = facts.name
@@ -289,6 +291,13 @@ class Runner:
         if self._needs.measured(signature, measured):
             self._fast.was_measured()
         return measured
+
+
+def _show_storages(ledger: Ledger, args: Sequence[Any]) -> None:
+    """Have the ledger count memory that somebody has filled, before room is made beside it."""
+    for item in args:
+        if isinstance(item, torch.UntypedStorage) and item.device.type == ledger.device_type:
+            ledger.see_storage(item)
 
 
 def _count_writes(versions: Sequence[tuple[torch.Tensor, int]]) -> None:

@@ -77,6 +77,7 @@ class OpFacts:
     `sized_by_data`: what its tensors hold may say so: `nonzero`, an index that is a mask.
     `statistics`: positions of the running statistics that batch norm updates, where the argument at `trains_at` says
     that it trains (-1: always). It does not read them then; and most schemas do not say that it writes.
+    `takes_storage`: it makes a tensor of memory that no operator made: that of a file, or of another process.
     `dice_at`: the position of a tensor that holds the state of a generator, from which it draws and which it puts on;
     its schema does not say that it writes.
     """
@@ -97,6 +98,7 @@ class OpFacts:
     sized_by_data: bool
     statistics: tuple[int, ...] = ()
     trains_at: int = -1
+    takes_storage: bool = False
     dice_at: int = -1
 
 
@@ -136,6 +138,7 @@ def facts_of(func: Any) -> OpFacts:
         over_lists=over_lists,
         sized_by_floats=name.startswith(_SIZED_BY_FLOATS),
         sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
+        takes_storage=any(str(argument.type) == "Storage" for argument in schema.arguments),
         dice_at=names.index(_DICE) if _DICE in names else -1,
         **_statistics_of(name, schema) if is_aten and "batch_norm" in base else {},
     )
