@@ -68,7 +68,7 @@ def child_command(function: Callable[..., Any], *arguments: Any) -> list[str]:
 def _forks() -> ForkServerContext:
     """Makes processes that are forked off one in which nothing ran, but imports are done: those take five seconds."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch._dynamo", "scipy.optimize", "outgrow.session"])
+    context.set_forkserver_preload(["conftest", "steps", "torch._dynamo", "scipy.optimize", "outgrow.session"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(SOURCE), str(TESTS), *filter(None, sys.path)]))
         forkserver.ensure_running()
