@@ -107,12 +107,18 @@ class FakeStreams:
     # --- what the engine asks for ---
 
     home = 0
+    has_strayed = False
 
     def begin(self) -> None:
         assert self.current() == self.home
 
     def current(self) -> int:
         return int(self._is_elsewhere)
+
+    def record_elsewhere(self) -> FakeEvent:
+        assert self._is_elsewhere
+        self.has_strayed = True
+        return self.record(Stream.ELSEWHERE)
 
     def at_home(self) -> AbstractContextManager[None]:
         return self._on(elsewhere=False)
@@ -232,37 +238,39 @@ class WatchedSpill(SpillFile):
 
 
 class FakeDevice:
-    """Device memory with a caching allocator: what is freed is given out again at once."""
+    """Device memory with a caching allocator: what is freed is given out again at once, on the stream that had it."""
 
     def __init__(self, streams: FakeStreams, nbytes: int) -> None:
         self._streams = streams
-        self._region = torch.zeros(nbytes + 512, dtype=torch.uint8)
+        self._region = torch.zeros(2 * nbytes + 512, dtype=torch.uint8)
         self._base = -(-self._region.data_ptr() // 512) * 512
-        self._holes = Holes(0, nbytes, 512)
-        self._blocks: dict[int, tuple[int, int]] = {}
+        self._holes = {Stream.COMPUTE: Holes(0, nbytes, 512), Stream.ELSEWHERE: Holes(nbytes, 2 * nbytes, 512)}
+        self._blocks: dict[int, tuple[int, int, Stream]] = {}
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        offset = self._holes.take(nbytes)
+        stream = Stream.ELSEWHERE if self._streams.current() else Stream.COMPUTE
+        offset = self._holes[stream].take(nbytes)
         if offset is None:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes")
         address = self._base + offset
-        assert self._streams.current() == self._streams.home, "each stream has blocks of its own"
-        self._streams.touch(Stream.COMPUTE, address, nbytes, "an allocation", writes=True)
+        self._streams.touch(stream, address, nbytes, "an allocation", writes=True)
         storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
-        self._blocks[address] = (offset, nbytes)
+        self._blocks[address] = (offset, nbytes, stream)
         return storage
 
     def freed(self, address: int) -> None:
         """The block at an address is free; to be called when its storage dies."""
-        offset, nbytes = self._blocks.pop(address)
-        self._streams.touch(Stream.COMPUTE, address, nbytes, "a free", writes=True)
-        self._holes.give(offset, nbytes)
+        offset, nbytes, stream = self._blocks.pop(address)
+        self._streams.touch(stream, address, nbytes, "a free", writes=True)
+        self._holes[stream].give(offset, nbytes)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
 
     def refill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         storage.resize_(nbytes)
+
+    is_counted = False
 
     @property
     def margin_bytes(self) -> int:

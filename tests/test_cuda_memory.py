@@ -456,6 +456,11 @@ def test_a_step_keeps_the_stream_that_it_began_on(monkeypatch: pytest.MonkeyPatc
     event = streams.record(Stream.COMPUTE)
     streams.wait(Stream.COMPUTE, event)
     assert own.waited == [event]
+    assert not streams.has_strayed
+    mark = streams.record_elsewhere()
+    assert streams.has_strayed
+    assert isinstance(mark, Marks)
+    assert mark.waited == [other]
     streams.wait(Stream.ELSEWHERE, event)
     assert other.waited == [event]
     assert streams.current() != streams.home
@@ -463,6 +468,7 @@ def test_a_step_keeps_the_stream_that_it_began_on(monkeypatch: pytest.MonkeyPatc
         assert streams.current() == streams.home
     now.append(other)
     streams.begin()  # the next step begins there
+    assert not streams.has_strayed
     assert streams.current() == streams.home
     streams.wait(Stream.COMPUTE, event)
     assert other.waited == [event, event]

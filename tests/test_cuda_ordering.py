@@ -101,14 +101,20 @@ class Program:
 
     def compute(self, nbytes: int) -> torch.UntypedStorage | None:
         """An op that makes something of `nbytes`; None if it does not fit."""
-        if not self.pool.cache.make_room(nbytes):
-            return None
-        storage = self.pool._allocate(nbytes, may_evict=True)
-        self.ledger.see_storage(storage)
-        self.count += 1
-        data = self.coins.randbytes(nbytes)
-        self.streams.touch(Stream.COMPUTE, storage.data_ptr(), nbytes, "an op that writes", writes=True)
-        ctypes.memmove(storage.data_ptr(), data, nbytes)
+        is_elsewhere = self.coins.random() < 0.2
+        with self.streams.elsewhere() if is_elsewhere else nullcontext():
+            if not self.pool.cache.make_room(nbytes):
+                return None
+            # The program allocates where it is, we do not.
+            storage = self._allocate(nbytes) if is_elsewhere else self.pool._allocate(nbytes, may_evict=True)
+            self.ledger.see_storage(storage)
+            self.count += 1
+            data = self.coins.randbytes(nbytes)
+            stream = Stream.ELSEWHERE if is_elsewhere else Stream.COMPUTE
+            self.streams.touch(stream, storage.data_ptr(), nbytes, "an op that writes", writes=True)
+            ctypes.memmove(storage.data_ptr(), data, nbytes)
+            self.strays.ran([])
+        self.streams.is_known_to(Stream.COMPUTE, stream)
         return storage
 
     def save(self, planned: int | None, nbytes: int) -> None:
@@ -136,7 +142,12 @@ class Program:
         self.streams.touch(reader, storage.data_ptr(), nbytes, "an op that reads", writes=False)
         is_right = ctypes.string_at(storage.data_ptr(), nbytes) == value.data
         assert is_right, "wrong bytes came back"  # to show the difference takes pytest long
-        self.streams.is_known_to(Stream.COMPUTE, reader)  # which has the results before the memory goes
+        self._meet()  # the memory may go with what reads it
+
+    def _meet(self) -> None:
+        """The program has its streams wait for each other: without us, memory would go about now."""
+        self.streams.is_known_to(Stream.COMPUTE, Stream.ELSEWHERE)
+        self.streams.is_known_to(Stream.ELSEWHERE, Stream.COMPUTE)
 
     def act(self) -> None:
         """Something that a plan or the cache does to some value."""
@@ -187,7 +198,7 @@ class Program:
     def drop(self, value: Value) -> None:
         """A graph is freed, with copies of it wherever they are."""
         self.saved.remove(value)
-        self.streams.is_known_to(Stream.COMPUTE, Stream.ELSEWHERE)
+        self._meet()
         self.pool.drop(value.entry)
 
     def step(self) -> None:

@@ -313,6 +313,7 @@ class Pool:
                 self._abandoned.append((back, storage))
 
     def _land(self, copy: Copy) -> None:
+        self._strays.join()
         entry = self._leaving.land(copy)
         entry.writing = None
         if copy.error is not None or entry.handles == 0:

@@ -26,10 +26,10 @@ class Strays:
         return nullcontext()
 
     def ran(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The program has run an op on these tensors, wherever it is."""
+        """The program has run something on these tensors, wherever it is."""
 
     def join(self) -> None:
-        """Memory is about to be free: whoever gets it next does so after all that has run elsewhere."""
+        """Memory is about to be free: whoever gets it next does so after all that has run, wherever that was."""
 
     def follow(self) -> None:
         """Something of the step's is handed out: who reads it elsewhere waits for what the step does until here."""
@@ -51,16 +51,21 @@ class StreamStrays(Strays):
         return self._streams.at_home() if self.now() else nullcontext()
 
     def ran(self, tensors: Iterable[torch.Tensor]) -> None:
-        """See `Strays`. An op without a tensor on the device, a batch on its way there, reads nothing of ours."""
-        if self.now() and any(tensor.device.type != "cpu" for tensor in tensors):
-            self._marks[self._streams.current()] = self._streams.record(Stream.ELSEWHERE)
+        """See `Strays`. What is given no tensor on the device, a batch on its way there, reads nothing of ours."""
+        if self.now():
+            mark = self._streams.record_elsewhere()
+            if any(tensor.device.type != "cpu" for tensor in tensors):
+                self._marks[self._streams.current()] = mark
 
     def join(self) -> None:
-        """See `Strays`."""
+        """See `Strays`. What was allocated elsewhere is given out there again."""
         while self._marks:
             self._streams.wait(Stream.COMPUTE, self._marks.popitem()[1])
+        if self._streams.has_strayed:
+            self._streams.wait(Stream.ELSEWHERE, self._streams.record(Stream.COMPUTE))
 
     def follow(self) -> None:
         """See `Strays`."""
         if self.now():
+            self._streams.record_elsewhere()
             self._streams.wait(Stream.ELSEWHERE, self._streams.record(Stream.COMPUTE))

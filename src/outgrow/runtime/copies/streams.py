@@ -5,7 +5,8 @@ A protocol, so that the engine's order of things can be tested where there is no
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Protocol
 
@@ -18,7 +19,7 @@ _LINGER_CYCLES = 1 << 19
 class Stream(Enum):
     """Whom work is asked of. Each does what it was asked for in order; across streams only events order anything.
 
-    `COMPUTE` is the stream that a step began on. Where the program is on another one now, that is `ELSEWHERE`.
+    `COMPUTE` is the stream that a step began on. `ELSEWHERE` are all others that the program was on in this step.
     """
 
     COMPUTE = "compute"
@@ -49,6 +50,13 @@ class Streams(Protocol):
 
     def current(self) -> int:
         """The one that the program is on now."""
+
+    @property
+    def has_strayed(self) -> bool:
+        """Whether the program was seen on another one in this step."""
+
+    def record_elsewhere(self) -> Event:
+        """A mark on the stream that the program is on now, which is not the step's."""
 
     def at_home(self) -> AbstractContextManager[None]:
         """Inside, the program is on the step's stream, and allocates there."""
@@ -87,7 +95,18 @@ class CudaStreams:
     def begin(self) -> None:
         """See `Streams`."""
         self.home = self.current()
+        self._elsewhere: dict[int, torch.cuda.Stream] = {}
         self._lanes[Stream.COMPUTE] = torch.cuda.current_stream(self._device)
+
+    @property
+    def has_strayed(self) -> bool:
+        """See `Streams`."""
+        return bool(self._elsewhere)
+
+    def record_elsewhere(self) -> torch.cuda.Event:
+        """See `Streams`."""
+        here = self._elsewhere[self.current()] = torch.cuda.current_stream(self._device)
+        return self._recorded(here)
 
     def at_home(self) -> AbstractContextManager[None]:
         """See `Streams`."""
@@ -98,15 +117,20 @@ class CudaStreams:
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def record(self, stream: Stream) -> torch.cuda.Event:
-        """See `Streams`. The event tells times."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._of(stream))
+        """See `Streams`."""
+        return self._recorded(self._lanes[stream])
+
+    def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # it tells times
+        event.record(stream)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         """See `Streams`."""
         assert isinstance(event, torch.cuda.Event)
-        self._of(stream).wait_event(event)
+        streams = list(self._elsewhere.values()) if stream is Stream.ELSEWHERE else [self._lanes[stream]]
+        for each in streams:
+            each.wait_event(event)
 
     def linger(self) -> None:
         """See `Streams`."""
@@ -115,13 +139,19 @@ class CudaStreams:
 
     def to_host(self, stream: Stream, host: int, device: int, nbytes: int) -> None:
         """See `Streams`."""
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.cuda.stream(self._of(stream)):
+        with self._on(stream):
             _bytes_at(host, _HOST, nbytes).copy_(_bytes_at(device, self._device, nbytes), non_blocking=True)
 
     def to_device(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
         """See `Streams`."""
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.cuda.stream(self._of(stream)):
+        with self._on(stream):
             _bytes_at(device, self._device, nbytes).copy_(_bytes_at(host, _HOST, nbytes), non_blocking=True)
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        lane = torch.cuda.stream(self._lanes[stream])
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), lane:
+            yield
 
     def seconds_between(self, start: Event, end: Event) -> float:
         """See `Streams`."""
@@ -129,9 +159,6 @@ class CudaStreams:
         assert isinstance(end, torch.cuda.Event)
         end.synchronize()  # it is finished, unless the program computed on a stream of its own
         return float(start.elapsed_time(end)) / 1e3
-
-    def _of(self, stream: Stream) -> torch.cuda.Stream:
-        return self._lanes.get(stream) or torch.cuda.current_stream(self._device)
 
 
 _HOST = torch.device("cpu")
