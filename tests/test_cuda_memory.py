@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outgrow.runtime.copies.streams import CudaStreams, Stream
-from outgrow.runtime.dice import _default_generator
+from outgrow.runtime.dice import Dice, _default_generator
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.page_faults import PageFaults
 from outgrow.runtime.tiers.cuda import AllocatorCount, CudaMemory
@@ -416,6 +416,16 @@ def test_an_op_draws_from_the_generator_of_its_device(monkeypatch: pytest.Monkey
     assert _default_generator((), {"device": torch.device("cuda", 1)}) is own
     assert _default_generator((), {"device": torch.device("meta")}) is None
     assert _default_generator((), {}) is torch.default_generator
+
+
+def test_what_nobody_sees_inside_of_draws_from_the_generators_of_the_host_and_of_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, own), raising=False)
+    drawn = Dice.all_of(torch.device("cuda", 1))
+    assert [dice.generator for dice in drawn] == [torch.default_generator, own]
+    assert [dice.generator for dice in Dice.all_of(torch.device("cpu"))] == [torch.default_generator]
 
 
 class Marks:

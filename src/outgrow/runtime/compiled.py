@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from outgrow.errors import DeviceOutOfMemory
 from outgrow.runtime.convolutions import Convolutions
+from outgrow.runtime.copies.strays import Strays
 from outgrow.runtime.dice import Dice
 from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.faults import is_out_of_memory
@@ -81,6 +82,7 @@ class CompiledCode:
         room: Room,
         recomputer: Recomputer,
         interrupts: Interrupts,
+        strays: Strays,
         come_here: Callable[[], None],
         came_to: Callable[[int], None],
     ) -> None:
@@ -94,6 +96,7 @@ class CompiledCode:
         self._room = room
         self._recomputer = recomputer
         self._interrupts = interrupts
+        self._strays = strays
         self._come_here = come_here
         self._came_to = came_to
         self._rises: dict[Hashable, int] = {}
@@ -250,7 +253,7 @@ class CompiledCode:
                 and self._recomputer.runs_again(number, COMPILED.name)
                 and sum(map(nbytes_of, buffers)) <= _MOST_SNAPSHOT_BYTES
             ):
-                before = given_before(self._ledger, tensors_in(given, {}), Dice.all_of(self._ledger.device_type))
+                before = given_before(self._ledger, tensors_in(given, {}), Dice.all_of(self._ledger.device))
                 for place in known.written:
                     contents = given[place].detach().clone()
                     self._ledger.see(contents)
@@ -362,6 +365,7 @@ class CompiledCode:
         """It has run."""
         self._visit = None
         visit.stack.close()
+        self._strays.ran([*inputs, *outputs])
         whole = visit.rise[0] if visit.rise else None
         if self._fast.most_bytes is not None:
             whole = self._fast.most_bytes - visit.before_bytes

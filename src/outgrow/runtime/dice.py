@@ -26,11 +26,11 @@ class Dice:
         return cls(generator, generator.get_state()) if generator is not None and known else None
 
     @classmethod
-    def all_of(cls, device_type: str) -> tuple[Dice, ...]:
-        """Those that code may draw from by default: the CPU's, and a GPU's that is current."""
+    def all_of(cls, device: torch.device) -> tuple[Dice, ...]:
+        """Those that code on a device may draw from by default: the CPU's, and a GPU's own."""
         generators = [torch.default_generator]
-        if device_type == "cuda":
-            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
         return tuple(cls(generator, generator.get_state()) for generator in generators)
 
     @property

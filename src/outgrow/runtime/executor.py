@@ -140,6 +140,7 @@ class Executor:
             room,
             self._recomputer,
             interrupts,
+            strays,
             hooks.come_here,
             current.came_to,
         )
