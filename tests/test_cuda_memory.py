@@ -456,6 +456,7 @@ def test_a_step_keeps_the_stream_that_it_began_on(monkeypatch: pytest.MonkeyPatc
         return nullcontext()
 
     monkeypatch.setattr(torch.cuda, "Stream", Marks)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Marks)
     monkeypatch.setattr(torch.cuda, "stream", enter)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
@@ -501,6 +502,7 @@ def test_where_an_allocator_refuses_a_large_op_plans_are_not_made_for_what_was_a
 def test_streams_copy_between_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = Marks()
     monkeypatch.setattr(torch.cuda, "Stream", Marks)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Marks)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: usual)

@@ -110,7 +110,7 @@ class CudaStreams:
 
     def at_home(self) -> AbstractContextManager[None]:
         """See `Streams`."""
-        return torch.cuda.stream(self._lanes[Stream.COMPUTE])
+        return self._on(Stream.COMPUTE)
 
     def current(self) -> int:
         """See `Streams`."""
@@ -139,18 +139,18 @@ class CudaStreams:
 
     def to_host(self, stream: Stream, host: int, device: int, nbytes: int) -> None:
         """See `Streams`."""
-        with self._on(stream):
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), self._on(stream):
             _bytes_at(host, _HOST, nbytes).copy_(_bytes_at(device, self._device, nbytes), non_blocking=True)
 
     def to_device(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
         """See `Streams`."""
-        with self._on(stream):
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), self._on(stream):
             _bytes_at(device, self._device, nbytes).copy_(_bytes_at(host, _HOST, nbytes), non_blocking=True)
 
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
-        lane = torch.cuda.stream(self._lanes[stream])
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), lane:
+        # Left alone, the stream's own context has a look at the device that is current, which need not be ours.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._lanes[stream]):
             yield
 
     def seconds_between(self, start: Event, end: Event) -> float:
