@@ -7,7 +7,9 @@ import json
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +22,17 @@ from conftest import open_files_in
 from outgrow import (
     BudgetTooSmall,
     InvalidBudget,
+    InvalidPlan,
     SessionError,
     SpillError,
     TraceMismatch,
     UnknownPolicy,
     UnsupportedDevice,
 )
+from outgrow.planning.plan import Offload, Park, Plan, Recompute, make_plan
+from outgrow.planning.problem import Problem
+from outgrow.session.opening import device_of
+from outgrow.tracing.ir import Trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,6 +111,15 @@ def test_a_budget_that_is_none_is_refused(training: Training, budget: object) ->
 def test_a_budget_that_is_one_is_taken(training: Training, budget: int | str) -> None:
     with training.session(budget) as session:
         assert session.budget_bytes > 7e8
+
+
+def test_a_gpu_whose_memory_nobody_counts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = SimpleNamespace(device=torch.device("cuda", 0))
+    model: Any = SimpleNamespace(parameters=lambda: [parameter])
+    assert device_of([model]) == parameter.device
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    with pytest.raises(UnsupportedDevice, match="PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        device_of([model])
 
 
 def test_a_model_without_parameters_is_refused() -> None:
@@ -602,3 +618,62 @@ def test_a_step_that_cannot_begin_leaves_the_session_as_it_was(training: Trainin
 def test_two_sessions_may_not_share_parameters(training: Training) -> None:
     with training.session(), pytest.raises(SessionError, match="another session"):
         outgrow.Session(nn.Sequential(training.model), budget="1GiB")
+
+
+# --- policies of the program's own ---
+
+
+def moving(**moments: Any) -> Callable[[Problem], Plan]:
+    """A plan that moves the first value that may move, at odd moments."""
+
+    def plan(problem: Problem) -> Plan:
+        usual = Offload(problem.candidates[0].value, problem.candidates[0].first_pack, -1, -1, 0)
+        return Plan("mine", problem, (replace(usual, **moments),), True, 0)
+
+    return plan
+
+
+NOT_PLANS: dict[str, tuple[Callable[[Problem], Any], str]] = {
+    "nothing": (lambda problem: None, "gave NoneType for a plan"),
+    "a value that is not there": (moving(value=10**6), "moves value 1000000"),
+    "a value below all": (lambda problem: make_plan("mine", problem, (Offload(-1, 0, -1, -1, 0),)), "moves value -1"),
+    "a tick that is not there": (moving(out_tick=10**6), "in a way that its trace does not allow"),
+    "a moment in words": (moving(in_tick="now"), "in a way that its trace does not allow"),
+    "what nothing makes": (lambda problem: make_plan("mine", problem, (), (Recompute(0, 0),)), "drops value 0"),
+    "a parameter that is made anew": (
+        lambda problem: make_plan("mine", problem, (), parks=(Park(0, 0, -1, 0, remade=True),)),
+        "drops value 0, which its trace cannot make anew",
+    ),
+    "ops that are not there": (lambda problem: make_plan("mine", problem, (), reuses=(10**6,)), "names ops"),
+    "another step's": (
+        lambda problem: make_plan(
+            "mine", replace(problem, trace=Trace.from_document(problem.trace.to_document())), ()
+        ),
+        "for another step",
+    ),
+}
+
+
+@pytest.mark.parametrize(("plan", "said"), NOT_PLANS.values(), ids=NOT_PLANS)
+def test_a_policy_that_makes_no_plan_is_an_error_and_the_step_was_plain_pytorchs(
+    training: Training, plan: Callable[[Problem], Any], said: str
+) -> None:
+    mine = SimpleNamespace(name="mine", plan=plan)
+    with training.session(policy=mine) as session, pytest.raises(InvalidPlan, match="'mine'") as caught:
+        training.steps(session, range(1))
+    assert said in str(caught.value)
+    plain = Training()
+    plain.step(0)
+    assert all(map(torch.equal, training.parameters, plain.parameters))
+    with pytest.raises(InvalidPlan, match="'mine'"):
+        outgrow.plan(session_trace(), budget="1GiB", policy=mine)  # type: ignore[arg-type]
+
+
+def session_trace() -> Trace:
+    """A step of the same network, on fake tensors."""
+
+    def make_step() -> outgrow.TrainingStep:
+        training = Training()
+        return outgrow.TrainingStep(training.model, training.optimizer, lambda: training.step(0))
+
+    return outgrow.trace(make_step)

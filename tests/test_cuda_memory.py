@@ -479,7 +479,7 @@ def test_a_step_keeps_the_stream_that_it_began_on(monkeypatch: pytest.MonkeyPatc
         assert streams.current() == streams.home
     now.append(other)
     streams.begin()  # the next step begins there
-    assert not streams.has_strayed
+    assert not streams.has_strayed  # that one is no other any more
     assert streams.current() == streams.home
     streams.wait(Stream.COMPUTE, event)
     assert other.waited == [event, event]

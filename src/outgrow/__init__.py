@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from outgrow.errors import DeviceOutOfMemory as DeviceOutOfMemory
     from outgrow.errors import HostBudgetTooSmall as HostBudgetTooSmall
     from outgrow.errors import InvalidBudget as InvalidBudget
+    from outgrow.errors import InvalidPlan as InvalidPlan
     from outgrow.errors import OutgrowError as OutgrowError
     from outgrow.errors import ReportError as ReportError
     from outgrow.errors import SessionError as SessionError
@@ -57,6 +58,7 @@ _HOMES = {
     "Hardware": "cost.hardware",
     "HostBudgetTooSmall": "errors",
     "InvalidBudget": "errors",
+    "InvalidPlan": "errors",
     "NoiseScale": "tuning.noise",
     "OutgrowError": "errors",
     "Plan": "planning.plan",

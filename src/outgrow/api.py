@@ -39,6 +39,7 @@ def plan(
     Raises:
         InvalidBudget: the budget cannot be read.
         UnknownPolicy: there is no such policy.
+        InvalidPlan: a policy of your own made none.
         UnknownWorkspace: there are no such workspaces, or none on this device.
         TraceMismatch: the trace was measured on another kind of device, or measured at all where a kind of workspace
             is given.

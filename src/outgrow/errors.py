@@ -85,6 +85,10 @@ class HostBudgetTooSmall(OutgrowError):
         return HostBudgetTooSmall, (self.budget_bytes, self.least_bytes, self.reason)
 
 
+class InvalidPlan(OutgrowError, ValueError):
+    """A policy of the program's own made a plan that no step can follow."""
+
+
 class DeviceOutOfMemory(OutgrowError, MemoryError):
     """The device refused memory although everything that could leave it had left."""
 

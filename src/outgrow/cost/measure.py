@@ -110,8 +110,10 @@ def _measured_gpu(device: torch.device, room: int) -> Hardware:
 def _gpu_speeds(device: torch.device, room: int) -> tuple[float, float, float, float]:
     """FLOP/s of a matrix product, and bytes per second in memory, to the host and back; in `room` bytes twice."""
     with torch.no_grad(), torch.cuda.device(device):
-        here = torch.zeros(room // 4, device=device)  # the user's random numbers are not ours to draw
-        there = torch.zeros(room // 4, device="cpu", pin_memory=True)
+        here = torch.zeros(
+            room // 4, dtype=torch.float32, device=device
+        )  # the user's random numbers are not ours to draw
+        there = torch.zeros(room // 4, dtype=torch.float32, device="cpu", pin_memory=True)
         other = torch.empty_like(here)
         inside = _best_event_seconds(lambda: other.copy_(here))
         out = _best_event_seconds(lambda: there.copy_(here, non_blocking=True))
@@ -144,7 +146,8 @@ def product_speed(dtype: torch.dtype, size: int = _PRODUCT_SIZE) -> float:
 
 def copy_speed(nbytes: int = _MOST_MEASURED_BYTES) -> float:
     """Bytes per second, read plus written, of a copy of `nbytes` in memory."""
-    source, target = torch.zeros(nbytes // 4, device="cpu"), torch.empty(nbytes // 4, device="cpu")
+    source = torch.zeros(nbytes // 4, dtype=torch.float32, device="cpu")
+    target = torch.empty_like(source)
     with torch.no_grad():
         return 2 * nbytes / best_seconds(lambda: target.copy_(source))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outgrow.cost.hardware import Hardware
-from outgrow.errors import TraceMismatch
+from outgrow.errors import InvalidPlan, TraceMismatch
 from outgrow.planning.problem import Problem
 from outgrow.tracing.ir import Trace
 from outgrow.units import format_bytes, format_seconds
@@ -168,8 +168,7 @@ class Plan:
     def renamed(self, policy: str) -> Plan:
         """The same as another policy's; what is predicted for it is known already, if it is for this one."""
         other = replace(self, policy=policy)
-        if "prediction" in vars(self):
-            vars(other)["prediction"] = self.prediction
+        self._tell_prediction(other)
         return other
 
     @cached_property
@@ -201,7 +200,7 @@ class Plan:
 
     def laid_out(self) -> Plan:
         """The same plan with each value in a place of its own in the file, whatever places it came with."""
-        return make_plan(
+        other = make_plan(
             self.policy,
             self.problem,
             self.offloads,
@@ -210,6 +209,13 @@ class Plan:
             reuses=self.reuses,
             evicts=self.evicts,
         )
+        self._tell_prediction(other)
+        return other
+
+    def _tell_prediction(self, other: Plan) -> None:
+        """What is predicted for this one is for that one, too."""
+        if "prediction" in vars(self):
+            vars(other)["prediction"] = self.prediction
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, with its trace and device, so that it can be simulated anywhere."""
@@ -264,50 +270,15 @@ class Plan:
             if isinstance(error, TraceMismatch):
                 raise
             raise TraceMismatch(f"{path} is not a plan that Outgrow wrote: {error!r}") from error
-        for item in plan.offloads:
-            plan._check_moves(item.value, (item.out_tick, item.release_tick, item.in_tick), item.offset, path)
-        from outgrow.planning.parks import sources_of_gradient  # parks are parts of plans
+        from outgrow.planning.check import fault_of  # who checks plans reads them
 
-        for parked in plan.parks:
-            plan._check_moves(parked.value, (parked.out_tick, parked.in_tick), parked.offset, path)
-            if parked.remade and sources_of_gradient(plan.problem, parked.value) is None:
-                raise TraceMismatch(f"{path} drops value {parked.value}, which its trace cannot make anew")
-        for dropped in plan.recomputes:
-            plan._check_recompute(dropped, path)
-        ops = len(plan.problem.trace.ops)
-        if not all(type(op) is int and 0 <= op < ops for op in plan.reuses):
-            raise TraceMismatch(f"{path} names ops that its trace does not have")
-        plan = plan.laid_out()
-        try:
-            plan.simulate()
-        except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
-            raise TraceMismatch(f"{path} has decisions that contradict each other: {error!r}") from error
-        return plan
-
-    def _check_recompute(self, item: Recompute, path: str | Path) -> None:
-        from outgrow.planning.recipes import recipe_of  # recipes read problems, as plans do
-
-        good = (
-            type(item.value) is int
-            and type(item.drop_tick) is int
-            and 0 <= item.value < len(self.problem.trace.values)
-            and 0 <= item.drop_tick < len(self.problem.trace.ticks)
-            and recipe_of(self.problem, item.value) is not None
-        )
-        if not good:
-            raise TraceMismatch(f"{path} drops value {item.value!r}, which its trace cannot make anew")
-
-    def _check_moves(self, value: int, moments: tuple[int, ...], offset: int, path: str | Path) -> None:
-        """A file from somebody else may name any value or moment; places in the file are given out anew."""
-        trace = self.problem.trace
-        good = (
-            all(type(number) is int for number in (value, offset, *moments))
-            and offset >= 0
-            and 0 <= value < len(trace.values)
-            and all(-1 <= moment < len(trace.ticks) for moment in moments)
-        )
-        if not good:
-            raise TraceMismatch(f"{path} moves value {value!r} in a way that its trace does not allow")
+        places = [item.offset for item in plan.offloads] + [item.offset for item in plan.parks]
+        if not all(type(offset) is int and offset >= 0 for offset in places):
+            raise TraceMismatch(f"{path} has places on the disk that are none")
+        fault = fault_of(plan)
+        if fault:
+            raise TraceMismatch(f"{path} {fault}")
+        return plan.laid_out()
 
     def __str__(self) -> str:
         prediction = self.prediction
@@ -346,10 +317,15 @@ def make_plan(
 
     Stays in the file nest almost perfectly (first out is last back), so sharing places between values would save
     little room; distinct places make every rewrite of a step land on blocks that exist already.
+
+    Raises:
+        InvalidPlan: there is no such value.
     """
     places: dict[int, int] = {}
     end = 0
     for value in dict.fromkeys([item.value for item in offloads] + [item.value for item in parks]):
+        if not 0 <= value < len(problem.trace.values):
+            raise InvalidPlan(f"policy {policy!r} moves value {value}, which its trace does not have")
         places[value] = end
         end += slot_bytes(problem.trace.values[value].nbytes)
     return Plan(

@@ -14,6 +14,7 @@ from outgrow.cost.estimate import estimate
 from outgrow.cost.hardware import Hardware
 from outgrow.cost.workspaces import Choice, Workspace, choices
 from outgrow.errors import TraceMismatch, UnknownWorkspace
+from outgrow.planning.check import plan_by
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies.policy import Policy
 from outgrow.planning.problem import Problem
@@ -40,15 +41,16 @@ def plan_with(
 
     Raises:
         UnknownWorkspace, TraceMismatch: as `costed`.
+        InvalidPlan: it makes no plan of it.
     """
     if workspace is None:
-        return maker.plan(Problem(estimate(trace, hardware), hardware, budget_bytes))
+        return plan_by(maker, Problem(estimate(trace, hardware), hardware, budget_bytes))
     ways = _ways(trace, hardware)
     plain_seconds = sum(each[-1].seconds for each in ways)
 
     def made(fastest: bool) -> Plan:
         with_costs = _with_ways(trace, ways, fastest=fastest)
-        return maker.plan(Problem(with_costs, hardware, budget_bytes, plain_seconds=plain_seconds))
+        return plan_by(maker, Problem(with_costs, hardware, budget_bytes, plain_seconds=plain_seconds))
 
     if workspace is not Workspace.DYNAMIC:
         return made(fastest=workspace is Workspace.SPEED)

@@ -87,9 +87,9 @@ class Forward:
 
 
 def _has_cuda_graphs() -> bool:
+    """Whether any were made on any device."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    return (
-        trees is not None
-        and torch.cuda.is_initialized()
-        and trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
-    )
+    if trees is None or not torch.cuda.is_initialized():
+        return False
+    managers = (trees.get_manager(index, create_if_none_exists=False) for index in range(torch.cuda.device_count()))
+    return any(manager is not None for manager in managers)

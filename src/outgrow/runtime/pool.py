@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -490,13 +491,17 @@ class Pool:
                 except OutgrowError as error:
                     failure = failure or error
         finally:
-            self._copies.close()
-            self._leaving.close()
-            self._abandoned.clear()
-            self.cache.recent.clear()
-            self._whereabouts.close()
-            self.dropped.close()
-            self._places.close()
+            with ExitStack() as stack:  # from the last to the first; each is done if the one before fails
+                for close in (
+                    self._places.close,
+                    self.dropped.close,
+                    self._whereabouts.close,
+                    self.cache.recent.clear,
+                    self._abandoned.clear,
+                    self._leaving.close,
+                    self._copies.close,
+                ):
+                    stack.callback(close)
         if failure is not None:
             raise failure
 

@@ -183,6 +183,7 @@ class Recomputer:
             with torch._C._DisableTorchDispatch():
                 for record in written:
                     self._save_readers_of(record)
+            self._strays.follow()  # what was made anew has read what is written to
         if self._entry_at:
             for record in written:
                 self._entry_at.pop(contents_of(record), None)

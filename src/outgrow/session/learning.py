@@ -9,6 +9,7 @@ from dataclasses import replace
 from statistics import median
 
 from outgrow.cost.hardware import Hardware
+from outgrow.planning.check import plan_by
 from outgrow.planning.plan import Plan
 from outgrow.planning.policies import Policy
 from outgrow.planning.policies.auto import Auto
@@ -74,9 +75,9 @@ class Planner:
         policy = Auto(refines=False) if at_once and self.searches else self._policy
         if self._memory is not None:
             self._memory.make_room_beside(len(problem.trace.ops) * self._BYTES_PER_OP)
-        plan = _ready(policy.plan(problem.with_budget(problem.budget_bytes - self._margin_bytes)))
+        plan = _made_by(policy, problem.with_budget(problem.budget_bytes - self._margin_bytes))
         if self._margin_bytes and not plan.simulate().feasible:
-            plan = _ready(policy.plan(problem))
+            plan = _made_by(policy, problem)
         if self._memory is not None:
             self._memory.give_back_beside()
         return replace(plan, problem=plan.problem.with_budget(problem.budget_bytes))
@@ -210,10 +211,10 @@ class Planner:
         return True
 
 
-def _ready(plan: Plan) -> Plan:
+def _made_by(policy: Policy, problem: Problem) -> Plan:
     """A plan with places for what leaves, and for a device that runs beside the host with what frees its memory."""
-    laid_out = plan.laid_out()
-    return laid_out if plan.problem.on_cpu else with_releases(laid_out)
+    laid_out = plan_by(policy, problem).laid_out()
+    return laid_out if problem.on_cpu else with_releases(laid_out)
 
 
 def lost_to_moves(outcome: StepOutcome, plan: Plan, hardware: Hardware) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import psutil
@@ -16,6 +17,8 @@ from outgrow.units import format_bytes, parse_bytes
 
 # Pinned memory that a session on a GPU takes at most, as a share of the RAM that is free, if nobody says.
 _HOST_SHARE = 0.5
+# With this PyTorch's allocator keeps no count, and knows no limit.
+_NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 
 def refuse_what_is_neither(models: Sequence[object], optimizers: Sequence[object]) -> None:
@@ -67,7 +70,7 @@ def device_of(models: Sequence[torch.nn.Module]) -> torch.device:
 
     Raises:
         SessionError: there are no parameters.
-        UnsupportedDevice: they are on several devices, or on one of another kind.
+        UnsupportedDevice: they are on several devices, or on one of another kind, or whose memory nobody counts.
     """
     devices = {parameter.device for model in models for parameter in model.parameters()}
     if not devices:
@@ -76,6 +79,11 @@ def device_of(models: Sequence[torch.nn.Module]) -> torch.device:
     if len(devices) > 1 or device.type not in ("cpu", "cuda"):
         names = ", ".join(sorted(str(device) for device in devices))
         raise UnsupportedDevice(f"the model is on {names}: this version trains on the CPU or on one CUDA device")
+    if device.type == "cuda" and _NO_CACHING in os.environ:
+        raise UnsupportedDevice(
+            f"{_NO_CACHING} is set: PyTorch counts no memory of a GPU then, and no budget can be kept. Unset it"
+            " before the program starts"
+        )
     return device
 
 

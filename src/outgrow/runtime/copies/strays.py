@@ -59,6 +59,8 @@ class StreamStrays(Strays):
 
     def join(self) -> None:
         """See `Strays`. What was allocated elsewhere is given out there again."""
+        if self.now():  # room is made here for an op that has not run yet
+            self._streams.record_elsewhere()
         while self._marks:
             self._streams.wait(Stream.COMPUTE, self._marks.popitem()[1])
         if self._streams.has_strayed:

@@ -19,7 +19,7 @@ _LINGER_CYCLES = 1 << 19
 class Stream(Enum):
     """Whom work is asked of. Each does what it was asked for in order; across streams only events order anything.
 
-    `COMPUTE` is the stream that a step began on. `ELSEWHERE` are all others that the program was on in this step.
+    `COMPUTE` is the stream that a step began on. `ELSEWHERE` are all others that the program was on in a step.
     """
 
     COMPUTE = "compute"
@@ -53,7 +53,7 @@ class Streams(Protocol):
 
     @property
     def has_strayed(self) -> bool:
-        """Whether the program was seen on another one in this step."""
+        """Whether the program was ever seen on another one: what it made there may be let go of much later."""
 
     def record_elsewhere(self) -> Event:
         """A mark on the stream that the program is on now, which is not the step's."""
@@ -90,12 +90,13 @@ class CudaStreams:
             Stream.OUT: torch.cuda.Stream(device),
             Stream.BACK: torch.cuda.Stream(device),
         }
+        self._elsewhere: dict[int, torch.cuda.Stream] = {}
         self.begin()
 
     def begin(self) -> None:
         """See `Streams`."""
         self.home = self.current()
-        self._elsewhere: dict[int, torch.cuda.Stream] = {}
+        self._elsewhere.pop(self.home, None)
         self._lanes[Stream.COMPUTE] = torch.cuda.current_stream(self._device)
 
     @property
@@ -134,7 +135,7 @@ class CudaStreams:
 
     def linger(self) -> None:
         """See `Streams`."""
-        with torch.cuda.device(self._device):
+        with self._on(Stream.COMPUTE):
             torch.cuda._sleep(_LINGER_CYCLES)
 
     def to_host(self, stream: Stream, host: int, device: int, nbytes: int) -> None:
