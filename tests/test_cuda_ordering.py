@@ -380,6 +380,28 @@ def test_a_copy_that_is_over_lands_though_one_to_the_disk_that_began_before_is_n
     pool.close()
 
 
+def test_what_a_loader_made_between_steps_is_its_own_again_only_after_our_copy(tmp_path: Path) -> None:
+    """Its stream is seen for the first time when it asks for room inside a step."""
+    program = Program(tmp_path, 10)
+    program.streams.luck = 0.0
+    with program.streams.elsewhere():
+        batch = program._allocate(PART)
+        program.streams.touch(Stream.ELSEWHERE, batch.data_ptr(), PART, "a batch that is loaded", writes=True)
+    program._meet()
+    tensor = torch.empty(0, dtype=torch.uint8).set_(batch, 0, (PART,), (1,))
+    entry = program.pool.adopt(tensor, program.ledger.see_storage(batch))
+    address = batch.data_ptr()
+    del batch, tensor
+    with program.streams.elsewhere():
+        program.pool.cache.evict(PART)
+        again = program._allocate(PART)
+    assert again.data_ptr() == address
+    assert program.streams.races == []
+    del again
+    program.pool.drop(entry)
+    program.pool.close()
+
+
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("what", ["write", "read"])
 def test_a_disk_that_fails_is_an_error_for_whoever_waits_and_frees_no_memory_in_use(
