@@ -107,7 +107,7 @@ class FakeStreams:
     # --- what the engine asks for ---
 
     home = 0
-    has_strayed = False
+    has_strayed = is_capturing = False
 
     def begin(self) -> None:
         assert self.current() == self.home

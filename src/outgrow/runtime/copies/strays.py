@@ -52,14 +52,14 @@ class StreamStrays(Strays):
 
     def ran(self, tensors: Iterable[torch.Tensor]) -> None:
         """See `Strays`. What is given no tensor on the device, a batch on its way there, reads nothing of ours."""
-        if self.now():
+        if self._can_mark():
             mark = self._streams.record_elsewhere()
             if any(tensor.device.type != "cpu" for tensor in tensors):
                 self._marks[self._streams.current()] = mark
 
     def join(self) -> None:
         """See `Strays`. What was allocated elsewhere is given out there again."""
-        if self.now():  # room is made here for an op that has not run yet
+        if self._can_mark():  # room is made here for an op that has not run yet
             self._streams.record_elsewhere()
         while self._marks:
             self._streams.wait(Stream.COMPUTE, self._marks.popitem()[1])
@@ -68,6 +68,10 @@ class StreamStrays(Strays):
 
     def follow(self) -> None:
         """See `Strays`."""
-        if self.now():
+        if self._can_mark():
             self._streams.record_elsewhere()
             self._streams.wait(Stream.ELSEWHERE, self._streams.record(Stream.COMPUTE))
+
+    def _can_mark(self) -> bool:
+        """Whether the program is elsewhere, and not only takes down there what it will do one day."""
+        return self.now() and not self._streams.is_capturing

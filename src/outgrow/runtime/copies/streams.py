@@ -55,6 +55,10 @@ class Streams(Protocol):
     def has_strayed(self) -> bool:
         """Whether the program was ever seen on another one: what it made there may be let go of much later."""
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is asked for where the program is now goes into a graph instead of being done."""
+
     def record_elsewhere(self) -> Event:
         """A mark on the stream that the program is on now, which is not the step's."""
 
@@ -103,6 +107,11 @@ class CudaStreams:
     def has_strayed(self) -> bool:
         """See `Streams`."""
         return bool(self._elsewhere)
+
+    @property
+    def is_capturing(self) -> bool:
+        """See `Streams`."""
+        return torch.cuda.is_current_stream_capturing()
 
     def record_elsewhere(self) -> torch.cuda.Event:
         """See `Streams`."""
