@@ -110,9 +110,8 @@ def _measured_gpu(device: torch.device, room: int) -> Hardware:
 def _gpu_speeds(device: torch.device, room: int) -> tuple[float, float, float, float]:
     """FLOP/s of a matrix product, and bytes per second in memory, to the host and back; in `room` bytes twice."""
     with torch.no_grad(), torch.cuda.device(device):
-        here = torch.zeros(
-            room // 4, dtype=torch.float32, device=device
-        )  # the user's random numbers are not ours to draw
+        # The user's random numbers are not ours to draw.
+        here = torch.zeros(room // 4, dtype=torch.float32, device=device)
         there = torch.zeros(room // 4, dtype=torch.float32, device="cpu", pin_memory=True)
         other = torch.empty_like(here)
         inside = _best_event_seconds(lambda: other.copy_(here))
