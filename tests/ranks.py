@@ -118,6 +118,18 @@ class Case:
         return images(k, rank, batch) if self.make is SmallResNet else tokens(k, rank, batch)
 
 
+def decaying_hook(state: None, bucket):  # DistributedDataParallel refuses annotations that are strings
+    """Averages gradients, and has weights decay: reads them on a thread of its own."""
+    exchanged = allreduce_hook(distributed.group.WORLD, bucket)
+
+    def decay(exchanged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        for weight, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradient.add_(weight.detach(), alpha=1e-3)
+        return exchanged.value()
+
+    return exchanged.then(decay)
+
+
 VIEW = {"gradient_as_bucket_view": True}
 SMALL_BUCKETS = {"bucket_cap_mb": 0.25}
 VDNN = ("vdnn-all",)
@@ -142,6 +154,7 @@ CASES: dict[str, Case] = {
     "accumulates, a step a batch": Case(SmallResNet, ("layrub",), 0.7, accumulation=2, step_each=True),
     "gradients stay": Case(SmallResNet, ("lru",), set_to_none=False, ddp=VIEW | SMALL_BUCKETS),
     "session over the inner module": Case(SmallResNet, VDNN, inner=True),
+    "a hook that reads weights": Case(SmallTransformer, (ParkAll(),), 0.8, hook=decaying_hook, ddp=SMALL_BUCKETS),
     "compressed": Case(SmallResNet, VDNN, hook=fp16_compress_hook, ddp=SMALL_BUCKETS),
 }
 

@@ -473,7 +473,7 @@ TRACE_FAULTS = [
     *[("ops", "inputs", bad) for bad in ([HUGE], [-1], ["0"], [0.5], 3, None)],
     *[("ops", "outputs", bad) for bad in ([HUGE], [-1], ["0"])],
     *[("ops", "phase", bad) for bad in ("sideways", 3, None)],
-    *[("ops", "seconds", bad) for bad in ("fast", None, -1.0)],
+    *[("ops", "seconds", bad) for bad in ("fast", None, -1.0, float("nan"), float("inf"))],
     *[("ops", "workspace_bytes", bad) for bad in ("much", None, -1)],
     *[("values", "birth", bad) for bad in (HUGE, -2, "0", None)],
     *[("values", "death", bad) for bad in (HUGE, -1, "0", None)],

@@ -77,6 +77,7 @@ class Executor:
         least_moved_bytes: int,
         too_small: Callable[[int, str], Exception],
         gradients: Callable[[], Iterable[torch.Tensor]],
+        may_lend: Callable[[], bool],
         others: Others[Any],
         strays: Strays | None = None,
         clock: DeviceClock | None = None,
@@ -87,7 +88,8 @@ class Executor:
     ) -> None:
         """`too_small` makes the error for an op at which so many bytes are needed at least.
 
-        `gradients` are those that the parameters have now; `others` are asked where a step departs from its plan.
+        `gradients` are those that the parameters have now, and `may_lend` says whether training state may leave in a
+        step, as everybody is seen who reads it. `others` are asked where a step departs from its plan.
         `strays` keep things in order where the program computes on streams of its own. `clock` is the device's, where
         that runs beside the host; on a CPU what was asked for is over when the call returns, and the host's clock is
         right. `convolutions` says how their algorithms are chosen, where there are
@@ -110,7 +112,7 @@ class Executor:
         self._reuser = Reuser(ledger, pool)
         parked = ParkedStorages(ledger, pool, copies, memory, room.make, self._run_inside)
         pool.parked, pool.arrived, pool.dropped.rebuild = parked, self._arrived, self._rebuild
-        self._parking = Parking(ledger, pool, copies, parked, gradients)
+        self._parking = Parking(ledger, pool, copies, parked, gradients, may_lend)
         self._demand = Demand(ledger, pool, self._parking, least_moved_bytes)
         room.ask(parked, self._demand)
         self._hooks = hooks = Hooks(

@@ -18,14 +18,16 @@ class Lending:
         on: a backward pass runs whose end will be seen.
     """
 
-    def __init__(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """`gradients` are those that the parameters have now."""
+    def __init__(self, gradients: Callable[[], Iterable[torch.Tensor]], may_lend: Callable[[], bool]) -> None:
+        """`gradients` are those that the parameters have now; `may_lend` says whether all who read state are seen."""
         self._gradients_now = gradients
+        self._may_lend = may_lend
         self.begin({})
 
     def begin(self, kinds: Mapping[int, Kind]) -> None:
         """A step begins. `kinds` has the training state by serial number."""
         self.on = False
+        self._is_seen = self._may_lend()
         self._kinds = kinds
         self._added: set[int] = set()
         self._gradients: set[int] = set()
@@ -42,6 +44,7 @@ class Lending:
         """Whether training state may leave: one tensor alone has it (an array would count as another)."""
         return (
             self.on
+            and self._is_seen
             and torch._C._current_graph_task_id() != -1
             and (self._kinds.get(record.serial) in STATE or record.serial in self._added)
             and record.other_holders() <= 1

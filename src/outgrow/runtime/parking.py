@@ -52,14 +52,15 @@ class Parking:
         copies: Copies,
         parked: ParkedStorages,
         gradients: Callable[[], Iterable[torch.Tensor]],
+        may_lend: Callable[[], bool],
     ) -> None:
-        """`gradients` are those that the parameters have now."""
+        """`gradients` are those that the parameters have now; `may_lend` says whether training state may leave."""
         self._ledger = ledger
         self._pool = pool
         self._copies = copies
         self.parked = parked
         parked.judge = self._judge
-        self.lending = Lending(gradients)
+        self.lending = Lending(gradients, may_lend)
         self.lose_count: Callable[[], None] = lambda: None
         self.begin(None, {}, Verdicts())
 

@@ -37,6 +37,10 @@ class Wrappers:
         """For each wrapper whether backward passes exchange gradients from now on: not inside `no_sync()`."""
         return tuple(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
 
+    def have_hooks(self) -> bool:
+        """Whether code of the program's own exchanges gradients, or updates parameters as it does."""
+        return any(getattr(wrapper, "_comm_hooks", None) for wrapper in self._wrappers)
+
     def layouts(self) -> tuple[bool, ...]:
         """For each wrapper whether its buckets are laid out for good, in the order in which gradients come.
 

@@ -181,6 +181,7 @@ class Session:
             least_moved_bytes,
             _weakly(self._too_small),
             _weakly(self._state.gradients),
+            _weakly(self._state.may_be_lent),
             self._kinds,
             backend.strays,
             backend.clock,

@@ -42,6 +42,10 @@ class TrainingState:
         state = training_state(self.models, self.optimizers)
         return (tensor for tensor, kind in state if kind is Kind.GRADIENT)
 
+    def may_be_lent(self) -> bool:
+        """Whether it may leave within a step: not where code of the program's has it on other threads."""
+        return not self.wrappers.have_hooks()
+
     def parameters(self) -> dict[int, torch.nn.Parameter]:
         """The models' parameters by `id`."""
         return {id(item): item for model in self.models for item in model.parameters()}

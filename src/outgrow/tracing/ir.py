@@ -7,6 +7,7 @@ is alive while op i runs. `len(trace.ops)` is the end of the step.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum, StrEnum, auto
@@ -386,7 +387,7 @@ def _truth(item: Any) -> bool:
 
 
 def _number(item: Any) -> float:
-    if type(item) not in (int, float):
+    if type(item) not in (int, float) or not 0 <= item < math.inf:
         raise TraceMismatch(f"{item!r} stands where a number belongs")
     return float(item)
 
