@@ -84,6 +84,8 @@ def test_an_unknown_policy_is_refused_with_the_names_that_there_are(training: Tr
 def test_what_makes_no_plans_is_no_policy(training: Training, policy: object) -> None:
     with pytest.raises(UnknownPolicy, match=f"policy is {type(policy).__name__}"):
         training.session(policy=policy)
+    with pytest.raises(UnknownPolicy, match=f"policy is {type(policy).__name__}"):
+        outgrow.plan(session_trace(), budget="1GiB", policy=policy)  # type: ignore[arg-type]
 
 
 def test_a_plan_is_given_and_not_its_file(training: Training) -> None:

@@ -8,7 +8,7 @@ from outgrow.cost.hardware import Hardware
 from outgrow.cost.workspaces import find_workspace
 from outgrow.errors import TraceMismatch
 from outgrow.planning.plan import Plan
-from outgrow.planning.policies import Policy, find
+from outgrow.planning.policies import Policy, policy_of
 from outgrow.planning.workspaces import plan_with
 from outgrow.reporting.page import write_report
 from outgrow.reporting.subject import Subject
@@ -38,13 +38,13 @@ def plan(
 
     Raises:
         InvalidBudget: the budget cannot be read.
-        UnknownPolicy: there is no such policy.
+        UnknownPolicy: there is no such policy, or it makes no plans.
         InvalidPlan: a policy of your own made none.
         UnknownWorkspace: there are no such workspaces, or none on this device.
         TraceMismatch: the trace was measured on another kind of device, or measured at all where a kind of workspace
             is given.
     """
-    maker = find(policy) if isinstance(policy, str) else policy
+    maker = policy_of(policy)
     kind = find_workspace(workspace)
     if hardware is None:
         from outgrow.cost.measure import this_machine  # measuring needs torch, planning does not

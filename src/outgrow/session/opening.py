@@ -10,9 +10,8 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from outgrow.cost.workspaces import Workspace, find_workspace
-from outgrow.errors import SessionError, UnknownPolicy, UnknownWorkspace, UnsupportedDevice
+from outgrow.errors import SessionError, UnknownWorkspace, UnsupportedDevice
 from outgrow.planning.plan import Plan
-from outgrow.planning.policies import Policy, find
 from outgrow.units import format_bytes, parse_bytes
 
 # Pinned memory that a session on a GPU takes at most, as a share of the RAM that is free, if nobody says.
@@ -33,19 +32,6 @@ def refuse_what_is_neither(models: Sequence[object], optimizers: Sequence[object
             raise SessionError(
                 f"optimizer is {type(item).__name__}: give a torch.optim.Optimizer, not its parameters"
             )
-
-
-def policy_of(policy: str | Policy) -> Policy:
-    """The policy that is meant.
-
-    Raises:
-        UnknownPolicy: there is none of this name, or it makes no plans.
-    """
-    if isinstance(policy, str):
-        return find(policy)
-    if not callable(getattr(policy, "plan", None)):
-        raise UnknownPolicy(f"policy is {type(policy).__name__}: give a name, or what has the method plan(problem)")
-    return policy
 
 
 def refuse_foreign_plan(plan: Plan | None, budget_bytes: int, device: torch.device) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from outgrow.errors import BudgetTooSmall, OutgrowError, SessionError
 from outgrow.planning.plan import Plan
-from outgrow.planning.policies import Policy
+from outgrow.planning.policies import Policy, policy_of
 from outgrow.planning.problem import LEAST_MOVED_BYTES
 from outgrow.reporting.page import write_report
 from outgrow.reporting.subject import Subject
@@ -38,7 +38,6 @@ from outgrow.session.opening import (
     device_of,
     host_bytes_of,
     memory_of,
-    policy_of,
     refuse_foreign_plan,
     refuse_what_is_neither,
     workspace_of,

@@ -14,7 +14,7 @@ from outgrow.planning.policies.policy import Policy
 from outgrow.planning.policies.superneurons import SuperNeurons
 from outgrow.planning.policies.vdnn import VdnnAll, VdnnConv, VdnnDyn
 
-__all__ = ["Policy", "find", "policies"]
+__all__ = ["Policy", "find", "policies", "policy_of"]
 
 
 def policies() -> tuple[str, ...]:
@@ -34,6 +34,19 @@ def find(name: str) -> Policy:
     close = difflib.get_close_matches(name, policies(), n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise UnknownPolicy(f"no policy is called {name!r}.{hint} There are: {', '.join(policies())}")
+
+
+def policy_of(policy: str | Policy) -> Policy:
+    """The policy that is meant.
+
+    Raises:
+        UnknownPolicy: there is none of this name, or it makes no plans.
+    """
+    if isinstance(policy, str):
+        return find(policy)
+    if not callable(getattr(policy, "plan", None)):
+        raise UnknownPolicy(f"policy is {type(policy).__name__}: give a name, or what has the method plan(problem)")
+    return policy
 
 
 def _all() -> tuple[Policy, ...]:
