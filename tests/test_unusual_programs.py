@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -852,3 +853,27 @@ def test_saved_tensors_that_the_program_itself_packs_into_a_subclass(share: floa
     )
     ours, _ = train_in_session(make, 6, budget=int(bounds_of(make)[0] * share))
     assert ours == train_plain(make, 6)
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_tensors_without_memory_take_none(policy: str) -> None:
+    """A program may ask within a step what sizes something would have; nothing real is taken for that either."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())])
+
+    def peaks(budget: int) -> list[int]:
+        found = []
+        with outgrow.Session(model, budget=budget, policy=policy) as session:
+            for _ in range(5):
+                with session.step():
+                    assert (torch.ones(1 << 28, device="meta") * 2).is_meta
+                    assert F.gelu(torch.empty(512, 256, device="meta")).is_meta
+                    with FakeTensorMode():
+                        assert torch.ones(1 << 28).mul(2).shape == (1 << 28,)
+                    model(torch.ones(512, 256)).pow(2).mean().backward()
+                model.zero_grad()
+                found.append(session.summary().measured_peak_bytes)
+        return found
+
+    budget = int(0.8 * max(peaks(1 << 40)))
+    assert max(peaks(budget)) <= budget

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outgrow.cost.hardware import Hardware
 from outgrow.errors import InvalidPlan, TraceMismatch
 from outgrow.planning.problem import Problem
-from outgrow.tracing.ir import Trace
+from outgrow.tracing.ir import Trace, number_from
 from outgrow.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class Plan:
                 budget_bytes=int(document["budget_bytes"]),
                 base_bytes=int(document["base_bytes"]),
                 least_moved_bytes=int(document["least_moved_bytes"]),
-                plain_seconds=None if document["plain_seconds"] is None else float(document["plain_seconds"]),
+                plain_seconds=None if document["plain_seconds"] is None else number_from(document["plain_seconds"]),
             )
             plan = cls(
                 policy=str(document["policy"]),

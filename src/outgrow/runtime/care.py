@@ -77,6 +77,8 @@ class OpNeeds:
         signature = (*signature_of(facts.name, args, kwargs), sizes)
         need = self._needs.get(signature)
         if need is None:
+            if self._device_type == "cpu" and not _is_on("cpu", args, kwargs):  # on the meta device, say
+                return None, NOTHING
             if len(self._needs) >= _MOST_SIGNATURES:
                 self._needs.clear()
                 self._searched.clear()
@@ -141,7 +143,10 @@ def _is_on(device_type: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device).type == device_type
-    return any(tensor.device.type == device_type for tensor in tensors_in(args, kwargs))
+    tensors = list(tensors_in(args, kwargs))
+    if not tensors:  # a factory that nobody tells where
+        return device_type == "cpu"
+    return any(tensor.device.type == device_type for tensor in tensors)
 
 
 def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
@@ -158,7 +163,8 @@ def _item_signature(item: Any) -> Hashable:
         if item.is_nested:
             parts = id(item) if item.layout is torch.jagged else str(item._nested_tensor_size().tolist())
             return (item.dtype, parts)
-        return (item.dtype, item.shape, item.stride() if item.layout is torch.strided else item.layout)
+        stride = item.stride() if item.layout is torch.strided else item.layout
+        return (item.dtype, item.shape, stride, item.is_cpu)
     if item is None or isinstance(item, bool | int):
         return item
     if isinstance(item, list | tuple):

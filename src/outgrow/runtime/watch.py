@@ -8,9 +8,12 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outgrow.tracing.ops import OpFacts, OpTable, is_of_step
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class Watcher(Protocol):
@@ -63,6 +66,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # What is asked of fake tensors, which have no memory, is nothing that the step does.
+        if FakeTensor in types or torch._C._get_dispatch_mode(_FAKE) is not None:
+            return func(*args, **(kwargs or {}))
         show = self._beside_compiler if get_eval_frame_callback() else self._show
         return show(func, args, kwargs or {})
 

@@ -189,7 +189,7 @@ def _record(
     measured: bool,
 ) -> Trace:
     device = next((parameter.device for model in models for parameter in model.parameters()), torch.device("cpu"))
-    ledger = Ledger(device.type)
+    ledger = Ledger(device.type, counts_fakes=True)
     kinds = storage_kinds(ledger, models, optimizers)
     recorder = Recorder(ledger, ModuleNames(models), kinds)
     recorder.start(tensor for tensor, _ in training_state(models, optimizers))

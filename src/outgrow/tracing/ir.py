@@ -386,7 +386,12 @@ def _truth(item: Any) -> bool:
     return item
 
 
-def _number(item: Any) -> float:
+def number_from(item: Any) -> float:
+    """A number from JSON that may be a time or a count of something.
+
+    Raises:
+        TraceMismatch: it is none, below 0, or beyond all.
+    """
     if type(item) not in (int, float) or not 0 <= item < math.inf:
         raise TraceMismatch(f"{item!r} stands where a number belongs")
     return float(item)
@@ -396,7 +401,7 @@ def _number(item: Any) -> float:
 _READERS: dict[str, Callable[[Any], Any]] = {
     "int": _whole,
     "bool": _truth,
-    "float": _number,
+    "float": number_from,
     "str": str,
     "tuple[int, ...]": lambda items: tuple([_whole(item) for item in items]),
     "Phase": Phase,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Count(Protocol):
@@ -71,9 +72,13 @@ class Ledger:
         on_book: the same of a record whose bytes are counted here (`booked`), or no longer.
     """
 
-    def __init__(self, device_type: str, index: int | None = None) -> None:
-        """`index` tells devices of a type apart; None takes all of them for one."""
+    def __init__(self, device_type: str, index: int | None = None, *, counts_fakes: bool = False) -> None:
+        """`index` tells devices of a type apart; None takes all of them for one.
+
+        Fake tensors, which have no memory, count as what they stand for, or not at all.
+        """
         self.device_type = device_type
+        self._counts_fakes = counts_fakes
         self._index = index
         self.booked = ctypes.c_longlong(0)
         self.count: Count | None = None
@@ -171,6 +176,8 @@ class Ledger:
         return None if record is None or record.storage() is None else record
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, FakeTensor) and not self._counts_fakes:
+            return False
         if self.device_type == "cpu":  # there is but one, and this asks for no object
             return tensor.is_cpu
         device = tensor.device
