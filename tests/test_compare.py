@@ -6,6 +6,7 @@ import builtins
 import io
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -20,6 +21,7 @@ from outgrow.cli import plot
 from outgrow.cli.interleave import HEAP_KEPT, Failure, Row, Setup, SetupFailed, Worker, interleave, live_bounds, ratio
 from outgrow.cli.main import run
 from outgrow.cli.options import Options
+from outgrow.cli.processes import forking
 
 TINY = ("gpt-2x64", "--batch", "8", "--image-size", "64", "--data", "synthetic")
 TINY_OPTIONS = Options("gpt-2x64", batch=8, image_size=64, data="synthetic")
@@ -343,6 +345,14 @@ def test_set_ups_take_turns_and_those_that_fail_drop_out() -> None:
     failure = found["broken"].failure
     assert failure is not None
     assert (failure.kind, failure.message) == ("LookupError", "not this one")
+
+
+def test_processes_are_started_in_another_way_where_a_socket_would_have_too_long_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert forking().get_start_method() == "forkserver"
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 80 * "x")
+    assert forking().get_start_method() == "spawn"
 
 
 class Idle(Worker):

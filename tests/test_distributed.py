@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
@@ -302,10 +303,10 @@ def test_the_command_line_trains_in_ranks_as_plain_data_parallel_does(run_child:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks that `outgrow train` has started: they are forked off a process of Python's."""
-    children = psutil.Process(process.pid).children()
-    servers = [child for child in children if "forkserver" in " ".join(child.cmdline())]
-    return [rank for server in servers for rank in server.children()]
+    """The ranks that `outgrow train` has started: itself, or by way of a process that they are forked off."""
+    children = {child: " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()}
+    forked = [rank for child, command in children.items() if "forkserver" in command for rank in child.children()]
+    return forked + [child for child, command in children.items() if "spawn_main" in command]
 
 
 def spills(ranks: Sequence[psutil.Process], folder: Path) -> bool:
@@ -327,8 +328,12 @@ ENDLESS = (*TINY_GPT, "--steps", "1000000", "--nproc", "2", "--budget", "6MiB", 
 
 
 @pytest.mark.parametrize("how", ["a rank is killed", "Ctrl-C"])
-def test_all_ranks_end_together_and_leave_no_file(tmp_path: Path, how: str) -> None:
-    spill, temporary = tmp_path / "spill", tmp_path / "tmp"
+def test_all_ranks_end_together_and_leave_no_file(how: str, request: pytest.FixtureRequest) -> None:
+    """Nor does the length of the folder's name matter: they are started in another way where that is long."""
+    folder = tempfile.TemporaryDirectory()
+    request.addfinalizer(folder.cleanup)
+    name = "tmp" if how == "Ctrl-C" else 3 * "longer-than-the-paths-of-sockets-may-be"
+    spill, temporary = Path(folder.name) / "spill", Path(folder.name) / name
     spill.mkdir()
     temporary.mkdir()
     process = outgrow_train(*ENDLESS, str(spill), TMPDIR=str(temporary))

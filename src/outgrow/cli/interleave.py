@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
 from outgrow.cli.options import Options
+from outgrow.cli.processes import forking, spawning
 from outgrow.errors import BudgetTooSmall, OutgrowError
 from outgrow.planning.plan import Plan
 from outgrow.summary import Summary
@@ -35,9 +35,6 @@ SESSION_WARMUP = 7  # cold, recorded, proofs of recipes, three that set the plan
 PLAIN_WARMUP = 2  # cold, and one with the optimizer's state in its place
 _CLOSE_SECONDS = 20.0  # a process that was told to end and takes longer is killed
 _STDERR_TAIL = 400  # characters of what a process that died had to say
-# What each process imports, which takes seconds: once, in the one that the others are forked off. (Dynamo is what the
-# first optimizer imports.)
-IMPORTED_AHEAD = ("outgrow.cli.train", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -140,9 +137,7 @@ class Worker:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115 - it lives as long as the process
-        # Some variables are read when a process begins.
-        context = get_context("spawn") if setup.environment else get_context("forkserver")
-        context.set_forkserver_preload([*IMPORTED_AHEAD])
+        context = spawning() if setup.environment else forking()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(setup, theirs, self._errors.name))
         # The process that others are forked off finds the modules that this one finds.

@@ -15,7 +15,6 @@ import traceback
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
@@ -26,9 +25,9 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outgrow.cli.datasets import Part
-from outgrow.cli.interleave import IMPORTED_AHEAD
 from outgrow.cli.job import Job, OptionError, make_job
 from outgrow.cli.options import Options
+from outgrow.cli.processes import forking
 from outgrow.cli.train import FROM_SUMMARY, check_that_it_fits, run
 from outgrow.errors import OutgrowError
 from outgrow.units import format_bytes
@@ -114,6 +113,7 @@ def _launch(options: Options, nproc: int, steps: int) -> dict[int, dict[str, Any
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    context = forking()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -123,12 +123,10 @@ def _launch(options: Options, nproc: int, steps: int) -> dict[int, dict[str, Any
         rdzv_endpoint="localhost:0",  # any port that is free
         local_addr="localhost",
         max_restarts=0,
-        start_method="forkserver",
+        start_method=context.get_start_method(),
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it leaves a folder behind
     )
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_CLOSE_SECONDS))
-    context = get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED_AHEAD])
     last_words: SimpleQueue[_LastWords] = context.SimpleQueue()
     # What the launcher logs of a failure says less than the rank's own words.
     logging.disable(logging.CRITICAL)
