@@ -85,7 +85,7 @@ def test_what_makes_no_plans_is_no_policy(training: Training, policy: object) ->
     with pytest.raises(UnknownPolicy, match=f"policy is {type(policy).__name__}"):
         training.session(policy=policy)
     with pytest.raises(UnknownPolicy, match=f"policy is {type(policy).__name__}"):
-        outgrow.plan(session_trace(), budget="1GiB", policy=policy)  # type: ignore[arg-type]
+        outgrow.plan(traced_on_fakes(), budget="1GiB", policy=policy)  # type: ignore[arg-type]
 
 
 def test_a_plan_is_given_and_not_its_file(training: Training) -> None:
@@ -668,10 +668,10 @@ def test_a_policy_that_makes_no_plan_is_an_error_and_the_step_was_plain_pytorchs
     plain.step(0)
     assert all(map(torch.equal, training.parameters, plain.parameters))
     with pytest.raises(InvalidPlan, match="'mine'"):
-        outgrow.plan(session_trace(), budget="1GiB", policy=mine)  # type: ignore[arg-type]
+        outgrow.plan(traced_on_fakes(), budget="1GiB", policy=mine)  # type: ignore[arg-type]
 
 
-def session_trace() -> Trace:
+def traced_on_fakes() -> Trace:
     """A step of the same network, on fake tensors."""
 
     def make_step() -> outgrow.TrainingStep:
