@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, set_start_method
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -78,6 +78,7 @@ def _forks() -> ForkServerContext:
 def run_forked(answers: Connection, errors: str, function: Callable[..., Any], arguments: str, mounts: bool) -> None:
     """What a child does: its answer goes to a pipe, what it says on standard error to a file."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
+    set_start_method(None, force=True)  # its own children start as those of any program do
     faulthandler.enable()
     torch.set_num_threads(1)
     auto._CHANGES = CHANGES

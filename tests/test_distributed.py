@@ -275,20 +275,22 @@ def outgrow_train(*arguments: str, **more: str) -> subprocess.Popen[str]:
     )
 
 
-def printed_by_training(*arguments: str) -> str:
-    """What `outgrow train --json` prints in this process."""
+def printed_by_trainings(*trainings: Sequence[str]) -> list[str]:
+    """What `outgrow train --json` prints in this process, of several trainings in turn."""
     os.environ.update(environment())
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        assert run(["train", *arguments, "--json"]) == 0
-    return printed.getvalue()
+    printed = []
+    for arguments in trainings:
+        with redirect_stdout(io.StringIO()) as out:
+            assert run(["train", *arguments, "--json"]) == 0
+        printed.append(out.getvalue())
+    return printed
 
 
 def test_the_command_line_trains_in_ranks_as_plain_data_parallel_does(run_child: RunChild) -> None:
     budget = 6 << 20
     command = (*TINY_GPT, "--steps", "4", "--nproc", "2")
-    plain = json.loads(run_child(printed_by_training, *command))
-    ours = json.loads(run_child(printed_by_training, *command, "--budget", str(budget)))
+    printed = run_child(printed_by_trainings, command, (*command, "--budget", str(budget)))
+    plain, ours = map(json.loads, printed)
     assert ours["losses"] == plain["losses"]
     assert ours["parameters_sha256"] == plain["parameters_sha256"]
     assert [rank["rank"] for rank in ours["ranks"]] == [0, 1]

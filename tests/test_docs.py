@@ -109,9 +109,6 @@ SMALLER = {
     "outgrow tune resnet-50 --image-size 64 --budget 1GiB --lr 0.05": (
         "outgrow tune gpt-2x64 --image-size 32 --budget 6MB --lr 0.05 --batch 2 --max-batch 2 --trials 1"
     ),
-    "outgrow tune resnet-50 --image-size 64 --budget 1GiB --report tune.html": (
-        "outgrow tune gpt-2x64 --image-size 32 --budget 6MB --batch 2 --max-batch 2 --trials 1 --report tune.html"
-    ),
     "outgrow tune resnet-50 --image-size 64 --budget 1GiB --lr 0.05"
     " --plot tune.png --report tune.html --save-plan tune.json": (
         "outgrow tune gpt-2x64 --image-size 32 --budget 6MB --lr 0.05 --batch 2 --max-batch 2 --trials 1"
@@ -137,6 +134,7 @@ SMALLER = {
 RUN_ELSEWHERE = {
     "pip install": "needs a package registry: the extras are looked up",
     "make": "sets up an environment of its own: the targets are looked up; the suite builds the site",
+    "outgrow tune resnet-50 --image-size 64 --budget 1GiB --report tune.html": "tuning.md has it with more options",
     "outgrow doctor": "measures for half a minute: test_hardware.py runs it",
     "outgrow paper": "works out for minutes what test_hardware.py tests figure by figure",
     "outgrow train resnet-50 --batch 32 --budget 1GiB --nproc 2": "test_distributed.py runs two processes, smaller",

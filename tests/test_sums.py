@@ -221,7 +221,7 @@ def gradients_kept(kept: list[Any]) -> list[torch.Tensor]:
     return found
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     joints=st.lists(
         st.tuples(
