@@ -105,7 +105,8 @@ class Fakes:
         copies = CudaCopies(streams, spill, places.bounces)
         self.memory.append(CountedRam(ledger, budget))
         clock = DeviceClock(streams, copies.waits)
-        return Backend(self.memory[-1], places, copies, clock, strays=StreamStrays(streams))
+        fast_path = FastPath(ledger, budget, None)
+        return Backend(self.memory[-1], places, copies, clock, fast_path, StreamStrays(streams))
 
     def _pin(self, nbytes: int) -> torch.Tensor:
         self.pinned += nbytes

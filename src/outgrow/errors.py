@@ -35,19 +35,22 @@ class BudgetTooSmall(OutgrowError):
         *,
         exact: bool = True,
     ) -> None:
+        super().__init__()
         self.budget_bytes = budget_bytes
-        self.least_bytes = least_bytes
-        self.holders = dict(holders)
-        self.where = where
         self.exact = exact
+        self.say(least_bytes, holders, where)
+
+    def say(self, least_bytes: int, holders: Mapping[str, int], where: str) -> None:
+        """Name another least budget: who raised the error did not know of all that is to come."""
+        self.least_bytes, self.holders, self.where = least_bytes, dict(holders), where
         parts = sorted(self.holders.items(), key=lambda item: -item[1])
         taken = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
-        so_far = "" if exact else " so far in this step" if where else " that is known of before the first step"
+        so_far = "" if self.exact else " so far in this step" if where else " that is known of before the first step"
         at = f" at {where}" if where else ""
-        super().__init__(
-            f"the budget of {format_bytes(budget_bytes)} is too small: the least budget{so_far} is"
+        self.args = (
+            f"the budget of {format_bytes(self.budget_bytes)} is too small: the least budget{so_far} is"
             f" {format_bytes(least_bytes)}"
-            f" ({least_bytes} bytes){at}, taken by {taken}. Raise the budget, or lower the batch or input size."
+            f" ({least_bytes} bytes){at}, taken by {taken}. Raise the budget, or lower the batch or input size.",
         )
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -30,14 +30,16 @@ from outgrow.tracing.ledger import Ledger
 class Backend:
     """The parts of one device.
 
-    `clock` is None where what was asked for is over when the call returns.
+    `clock` is that of a device which runs beside the host. On a CPU there is none: what was asked for is over when
+    the call returns, and the host's clock is right. `strays` keep things in order where the program computes on
+    streams of its own.
     """
 
     memory: DeviceMemory
     places: Places
     copies: Copies
     clock: DeviceClock | None
-    fast_path: FastPath | None = None
+    fast_path: FastPath
     strays: Strays = field(default_factory=Strays)
 
 

@@ -20,17 +20,14 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from outgrow.errors import BudgetTooSmall
 from outgrow.planning.plan import Plan
 from outgrow.runtime.access import Access
+from outgrow.runtime.backend import Backend
 from outgrow.runtime.calls import Calls
-from outgrow.runtime.clock import DeviceClock
 from outgrow.runtime.compiled import CompiledCode
 from outgrow.runtime.convolutions import Convolutions
-from outgrow.runtime.copies.copy import Copies
-from outgrow.runtime.copies.strays import Strays
 from outgrow.runtime.course import Course, Others
 from outgrow.runtime.current import CurrentStep
 from outgrow.runtime.demand import Demand
 from outgrow.runtime.entry import Entry
-from outgrow.runtime.fastpath import FastPath
 from outgrow.runtime.follower import Follower
 from outgrow.runtime.forwards import Forward
 from outgrow.runtime.handles import Handle
@@ -46,7 +43,6 @@ from outgrow.runtime.reuse import Reuser
 from outgrow.runtime.room import Room
 from outgrow.runtime.runner import Runner
 from outgrow.runtime.staying import Stay
-from outgrow.runtime.tiers.memory import DeviceMemory
 from outgrow.runtime.watch import Watch
 from outgrow.tracing.ir import Event, Fit, Kind
 from outgrow.tracing.ledger import Ledger
@@ -71,41 +67,32 @@ class Executor:
         self,
         ledger: Ledger,
         pool: Pool,
-        copies: Copies,
-        memory: DeviceMemory,
+        backend: Backend,
         budget_bytes: int,
         least_moved_bytes: int,
         too_small: Callable[[int, str], Exception],
         gradients: Callable[[], Iterable[torch.Tensor]],
         may_lend: Callable[[], bool],
         others: Others[Any],
-        strays: Strays | None = None,
-        clock: DeviceClock | None = None,
-        convolutions: Convolutions | None = None,
-        fast_path: FastPath | None = None,
-        compiled: Sequence[torch.nn.Module] = (),
-        interrupts: Interrupts | None = None,
+        convolutions: Convolutions,
+        compiled: Sequence[torch.nn.Module],
+        interrupts: Interrupts,
     ) -> None:
         """`too_small` makes the error for an op at which so many bytes are needed at least.
 
         `gradients` are those that the parameters have now, and `may_lend` says whether training state may leave in a
         step, as everybody is seen who reads it. `others` are asked where a step departs from its plan.
-        `strays` keep things in order where the program computes on streams of its own. `clock` is the device's, where
-        that runs beside the host; on a CPU what was asked for is over when the call returns, and the host's clock is
-        right. `convolutions` says how their algorithms are chosen, where there are
-        several. `fast_path` is for ops that need no care, `compiled` are the modules that stay compiled, `interrupts`
-        wait until ops, packs and unpacks are booked.
+        `convolutions` says how their algorithms are chosen, where there are several. `compiled` are the modules that
+        stay compiled. `interrupts` wait until ops, packs and unpacks are booked.
         """
+        memory, copies, clock, strays = backend.memory, backend.copies, backend.clock, backend.strays
         self._others = others
-        interrupts = interrupts or Interrupts()
-        strays = strays or Strays()
-        convolutions = Convolutions() if convolutions is None else convolutions
         self._ledger = ledger
         self._pool = pool
         self._memory = memory
         self._clock = clock
         self._convolutions = convolutions
-        self._fast = fast = fast_path or FastPath(ledger, budget_bytes, None)
+        self._fast = fast = backend.fast_path
         self._current = current = CurrentStep(ledger, pool)
         self._room = room = Room(budget_bytes, ledger, pool, memory, fast, too_small)
         self._recomputer = Recomputer(ledger, pool, self._fetch, self._run_again, strays, clock)

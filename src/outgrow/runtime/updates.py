@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -25,6 +25,15 @@ class FirstUpdates:
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         )
+
+    @property
+    def beginning(self) -> Sequence[Optimizer]:
+        """Those whose first update has begun since `forget`, and has not ended."""
+        return list(self._beginning)
+
+    def forget(self) -> None:
+        """An update that has not ended by now has failed."""
+        self._beginning.clear()
 
     def close(self) -> None:
         """Look out no more."""

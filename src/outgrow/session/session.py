@@ -44,6 +44,7 @@ from outgrow.session.opening import (
 )
 from outgrow.session.parallel import refuse_sharded
 from outgrow.session.recorded import JITTER_SHARE, LEAST_BASE_BYTES, Recorded
+from outgrow.session.refusals import Refusals, refuse_hopeless_budget
 from outgrow.session.state import TrainingState
 from outgrow.summary import Summary
 from outgrow.tracing.capture import as_sequence
@@ -144,7 +145,7 @@ class Session:
         self._refuse_second_session()
         if self._device.type == "cpu":  # elsewhere the allocator is asked, and knows of them
             self._ledger.hide(self._state.hidden_bucket_bytes())
-        self._state.refuse_hopeless_budget(self.budget_bytes)
+        refuse_hopeless_budget(self.budget_bytes, self._state, self._ledger)
         self._least_moved = least_moved_bytes
         self._spill = SpillFile(spill_dir, allow_tmpfs=allow_tmpfs)
         try:
@@ -174,18 +175,14 @@ class Session:
         self._executor = Executor(
             self._ledger,
             self._pool,
-            self._copies,
-            self._memory,
+            backend,
             self.budget_bytes,
             least_moved_bytes,
             _weakly(self._too_small),
             _weakly(self._state.gradients),
             _weakly(self._state.may_be_lent),
             self._kinds,
-            backend.strays,
-            backend.clock,
             convolutions,
-            backend.fast_path,
             compiled,
             self._interrupts,
         )
@@ -208,12 +205,11 @@ class Session:
         self._in_step = False
         self._thread = 0  # that the step is on
         self._begun: Plan | None = None  # what the step that is open goes by
-        # The last one in it, to be made anew: errors hold what their frames hold.
-        self._refusal: Callable[[], BudgetTooSmall] | None = None
         self._aftermath = Aftermath(
             self.budget_bytes, self._policy.name, self._kinds, planner, recorded, self._memory, self._interrupts
         )
         self._first_updates = FirstUpdates(self._optimizer_begins)
+        self._refusals = Refusals(self.budget_bytes, self._state, self._ledger, self._pool, self._first_updates)
         self._closed = False
         Session._open.add(self)
 
@@ -377,7 +373,7 @@ class Session:
             is_foreign=kind is not None and kind.is_foreign,
         )
         self._begun = plan
-        self._refusal = None
+        self._refusals.begin()
 
     def _optimizer_begins(self) -> None:
         """An optimizer is about to make its state, of which no plan knows."""
@@ -416,11 +412,13 @@ class Session:
             self._aftermath.wary = True
         if outcome.failure is not None:
             error.add_note(str(outcome.failure))
-        in_script = self._refusal if _IN_SCRIPT in str(error) else None
-        if in_script is not None or isinstance(error, BudgetTooSmall):
+        in_script = self._refusals.last() if _IN_SCRIPT in str(error) else None
+        refusal = error if isinstance(error, BudgetTooSmall) else in_script
+        if refusal is not None:
+            self._refusals.foresee(refusal)
             self._kinds.refused(is_strange=not outcome.followed)
         if in_script is not None:
-            raise in_script() from error
+            raise in_script from error
 
     def _is_fuller_than(self, plan: Plan | None) -> bool:
         """Whether more is there as a step begins than its plan reckons with."""
@@ -443,13 +441,7 @@ class Session:
             raise SessionError("another session is open over this model: close it first")
 
     def _too_small(self, needed: int, where: str) -> Exception:
-        holders = self._state.holders()
-        saved = sum(entry.nbytes for entry in self._pool.entries() if entry.storage is not None)
-        holders["saved values in use"] = saved
-        holders["buckets of gradients"] = self._state.hidden_bucket_bytes()
-        holders["other tensors and this op"] = max(0, needed - sum(holders.values()))
-        self._refusal = partial(BudgetTooSmall, self.budget_bytes, needed, holders, where, exact=False)
-        return self._refusal()
+        return self._refusals.too_small(needed, where)
 
 
 class Step:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from outgrow.errors import BudgetTooSmall
 from outgrow.session.parallel import Wrappers
 from outgrow.tracing.capture import storage_kinds, training_state
 from outgrow.tracing.ir import Kind
@@ -67,30 +66,27 @@ class TrainingState:
             found[name] = found.get(name, 0) + record.nbytes
         return found
 
-    def refuse_hopeless_budget(self, budget_bytes: int) -> None:
-        """Refuse a budget before the first step that no plan could keep.
+    def gradient_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        """Bytes of the gradients that an optimizer reads, with the buckets that gradients are collected in."""
+        return self.wrappers.bucket_bytes() + sum(item.nbytes for item in self._with_own_gradients(optimizer))
 
-        Parameters are alive together whatever the plan, and so are the gradients that one optimizer reads. (A model
-        that is not frozen may never get any; and programs that update each parameter as its gradient comes, by an
-        optimizer of its own, have one at a time.)
+    def coming_gradient_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        """Bytes of those that are not there yet, nor is memory for them."""
+        return sum(item.nbytes for item in self._with_own_gradients(optimizer) if item.grad is None)
 
-        Raises:
-            BudgetTooSmall: it does not hold even these.
-        """
-        self.kinds()  # has the ledger see all of it
-        gradients = max(map(self._coming_gradient_bytes, self.optimizers), default=0)
-        needed = self._ledger.live_bytes + gradients
-        if needed > budget_bytes:
-            holders = {"training state": self._ledger.live_bytes, "gradients": gradients}
-            raise BudgetTooSmall(budget_bytes, needed, holders, exact=False)
-
-    def _coming_gradient_bytes(self, optimizer: torch.optim.Optimizer) -> int:
-        """Bytes of the gradients that an optimizer will read and that are not there yet, nor is memory for them."""
+    def _with_own_gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+        """The parameters whose gradients an optimizer reads, but those that have them in buckets."""
         in_buckets = self.wrappers.parameters_with_buckets()
         ours = self.parameters()
         updated = {id(item): item for group in optimizer.param_groups for item in group["params"]}
-        return sum(
-            item.numel() * item.element_size()
+        return (
+            item
             for number, item in updated.items()
-            if number in ours and item.requires_grad and item.grad is None and number not in in_buckets
+            if number in ours and item.requires_grad and number not in in_buckets
         )
+
+    def state_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        """Bytes of what an optimizer keeps by now, on the device."""
+        kept = (tensor for tensor, kind in training_state((), (optimizer,)) if kind is Kind.OPTIMIZER)
+        records = (self._ledger.see(tensor) for tensor in kept)
+        return sum({record.serial: record.nbytes for record in records if record is not None}.values())
