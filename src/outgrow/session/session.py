@@ -295,7 +295,7 @@ class Session:
                 undo.callback(part.close)
             self._aftermath.read_clock(adapt=False)
             self._executor.kept = None
-        self._state = TrainingState((), (), self._ledger)  # who still asks for figures holds no model
+        self._state.let_go()
 
     def __reduce__(self) -> NoReturn:
         raise SessionError(

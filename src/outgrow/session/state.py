@@ -23,10 +23,15 @@ class TrainingState:
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], ledger: Ledger
     ) -> None:
         """`ledger` counts the session's live bytes."""
-        self.models = models
-        self.optimizers = optimizers
+        self.models: Sequence[torch.nn.Module] = models
+        self.optimizers: Sequence[torch.optim.Optimizer] = optimizers
         self.wrappers = Wrappers(models)
         self._ledger = ledger
+
+    def let_go(self) -> None:
+        """Training is over: who still asks the session for figures holds no model."""
+        self.models, self.optimizers = (), ()
+        self.wrappers = Wrappers(())
 
     def kinds(self) -> dict[int, Kind]:
         """What each storage of it is, by serial number in the ledger."""
