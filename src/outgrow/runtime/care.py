@@ -109,7 +109,8 @@ class OpNeeds:
             return False
         if known is not None and known.depends_on_data:
             most = max(known.floor_bytes, rise_bytes, known.likely_bytes if known.seen else 0)
-            self._needs[signature] = replace(known, likely_bytes=most, seen=True)
+            least = min(rise_bytes, known.certain_bytes) if known.seen else rise_bytes
+            self._needs[signature] = replace(known, certain_bytes=least, likely_bytes=most, seen=True)
             return False
         if known is not None and not known.seen and rise_bytes > known.likely_bytes > _LITTLE:
             family = _family(signature)
