@@ -13,9 +13,9 @@ class Need:
 
     `certain_bytes` are its outputs at least, and what is known to lie beside them; `likely_bytes` has the workspace
     too, measured or guessed. Where output sizes depend on data they are the least and the most so far, the latter
-    `floor_bytes` at least, and never count as measured, although such an op was `seen` to run. `is_open` is what takes
-    a workspace only of what is free, another one each time. `made` are the blocks of its results, as far as they are
-    known before it runs.
+    `floor_bytes` at least, and never count as measured, although such an op was `seen` to run. `is_open` is what
+    takes a workspace only of what is free, another one each time. `made` are the blocks of its results, as far as
+    they are known before it runs.
     """
 
     certain_bytes: int
