@@ -578,6 +578,8 @@ def test_what_is_no_model_or_no_optimizer_is_refused(training: Training) -> None
     for nonsense in (0, "4k"):
         with pytest.raises(SessionError, match="least_moved_bytes"):
             training.session(least_moved_bytes=nonsense)
+    with pytest.raises(SpillError, match="spill_dir is 7: give the name of a folder"):
+        training.session(spill_dir=7)
 
 
 @pytest.mark.parametrize("double", [copy.copy, copy.deepcopy, pickle.dumps])

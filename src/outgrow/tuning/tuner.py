@@ -82,7 +82,7 @@ def tune(
     terms = Terms(
         parse_bytes(budget, total_bytes=psutil.virtual_memory().total),
         find(policy).name,
-        None if spill_dir is None else Path(spill_dir),
+        Path(spill_dir) if isinstance(spill_dir, str) else spill_dir,
         allow_tmpfs,
     )
     with counting_bar() if progress else Progress(disable=True) as bar:

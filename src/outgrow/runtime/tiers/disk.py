@@ -304,6 +304,8 @@ def _choose_directory(wanted: str | Path | None, *, allow_tmpfs: bool) -> Path:
             if os.access(folder, os.W_OK) and _file_system_type(Path(folder)) not in _RAM_FILE_SYSTEMS:
                 return Path(folder)
         raise SpillError(errno.ENOENT, "no folder for temporary files lies on a disk: give spill_dir")
+    if not isinstance(wanted, str | os.PathLike):
+        raise SpillError(errno.EINVAL, f"spill_dir is {wanted!r}: give the name of a folder")
     place = Path(wanted)
     if not place.is_dir():
         raise SpillError(errno.ENOENT, f"the spill folder {place} does not exist or is no folder")
