@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ OPTIMIZERS: dict[str, Make] = {
     "Adadelta": torch.optim.Adadelta,
     "RMSprop": lambda given: torch.optim.RMSprop(given, centered=True, momentum=0.9),
     "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "Adafactor": torch.optim.Adafactor,
 }
 
 
@@ -190,3 +193,54 @@ def test_before_the_first_step_state_is_named_too() -> None:
     with pytest.raises(BudgetTooSmall, match="before the first step") as caught:
         train(parameters, lambda given: OfSomebodys(given, lr=0.1, momentum=0.9))
     assert caught.value.least_bytes == 2 * parameters
+
+
+# --- whose update it is ---
+
+
+def test_a_closure_computes_before_the_update_does() -> None:
+    def refusal(uses_closure: bool) -> BudgetTooSmall:
+        model = Reader()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def closure() -> torch.Tensor:
+            loss: torch.Tensor = model(torch.ones(32, 32, 64)).square().mean()
+            loss.backward()
+            return loss
+
+        def step() -> None:
+            if uses_closure:
+                optimizer.step(closure)  # type: ignore[call-overload]
+            else:
+                closure()
+                optimizer.step()
+
+        session = outgrow.Session(model, optimizer, budget="4.5MB")
+        with session, pytest.raises(BudgetTooSmall) as caught, session.step():
+            step()
+        return caught.value
+
+    assert refusal(True).least_bytes == refusal(False).least_bytes
+
+
+def test_what_is_made_anew_near_the_least_budget_finds_what_it_is_made_from() -> None:
+    """Gradients that are dropped are products; what they are made from was parked on demand for room to make them."""
+
+    def train_layers(budget: int) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        with outgrow.Session(model, optimizer, budget=budget) as session:
+            for k in range(3):
+                with session.step():
+                    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(k))
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return [item.detach().clone() for item in model.parameters()], session.peak_bytes
+
+    plain, peak = train_layers(1 << 40)
+    for missing in (0, 4, 8192):
+        with suppress(BudgetTooSmall):
+            ours, _ = train_layers(peak - missing)
+            assert all(map(torch.equal, ours, plain))

@@ -102,7 +102,7 @@ class Counted:
     def __init__(self) -> None:
         self.times = 0
 
-    def begins(self) -> None:
+    def begins(self, optimizer: torch.optim.Optimizer) -> None:
         self.times += 1
 
 

@@ -145,7 +145,7 @@ class Demand:
         if self._inside:
             self._leave_but(_function_that_runs())
         kept = {record.serial for record in self._records_of(_kept_by_function())}
-        in_use = self._in_use | self._parking.arguments() | self._inside | kept
+        in_use = self._in_use | self._parking.arguments() | self._inside | kept | self._parking.parked.sources()
         chosen = []
         for serial, record in [*self._idle.items(), *self._state.items()]:
             if excess <= 0:

@@ -7,8 +7,9 @@ what PyTorch and its libraries were seen to take.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._prims_common import suggest_memory_format
@@ -192,6 +193,25 @@ def _scratch_bytes(func: Any, args: Sequence[Any]) -> int:
 # --- results ---
 
 
+class _Blank(NamedTuple):
+    """A tensor, as far as results have sizes for its sake."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def made(self) -> torch.Tensor:
+        """Such a tensor, without memory."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class _Number(NamedTuple):
+    """A number: 1 and 1.0 are equal, and make results of other kinds."""
+
+    kind: type
+    value: bool | int | float | complex
+
+
 def _results(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Blocks of new memory among the outputs, in bytes; None where the shapes depend on data."""
     if facts.writes and not facts.makes_outputs:
@@ -200,31 +220,55 @@ def _results(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str
         return None
     if not facts.makes_outputs:
         return ()
+    named = {name: item for name, item in kwargs.items() if name != "device"}
+    if "generator" in named:  # without memory there is nothing to draw
+        named["generator"] = None
     try:
-        meta_args = _to_meta(list(args))
-        meta_kwargs = _to_meta(dict(kwargs))
-        if "device" in meta_kwargs:
-            meta_kwargs["device"] = torch.device("meta")
-        if "generator" in meta_kwargs:
-            meta_kwargs["generator"] = None
-        result = func(*meta_args, **meta_kwargs)
+        given = _described(args), tuple((name, _described(item)) for name, item in named.items())
+        # What a number that is none of a tensor's kind makes of one, and what oneDNN's recurrent layers give.
+        return _made(func, *given, "device" in kwargs, torch.get_default_dtype(), torch.is_grad_enabled())
     except Exception:
         # No shape function for this op, or shapes that depend on data: the guess by its inputs must do.
         return None
-    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(meta_args, meta_kwargs)}
+
+
+@lru_cache(4096)
+def _made(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    is_placed: bool,
+    default_dtype: torch.dtype,
+    has_gradients: bool,
+) -> tuple[int, ...]:
+    """What a call makes whose arguments are described so; each session meets the same ones.
+
+    `is_placed` says that it is told a device. The last two are how things are set.
+    """
+    given, named = _undone(args), {name: _undone(item) for name, item in kwargs}
+    result = func(*given, **named, **({"device": torch.device("meta")} if is_placed else {}))
+    known = {tensor.untyped_storage()._cdata for tensor in tensors_in(given, named)}
     fresh = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for tensor in outputs_of(result)
         if tensor.layout is torch.strided
     }
-    return tuple(size for address, size in fresh.items() if address not in given)
+    return tuple(size for address, size in fresh.items() if address not in known)
 
 
-def _to_meta(item: Any) -> Any:
+def _described(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
-        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+        return _Blank(item.shape, item.stride(), item.dtype)
     if isinstance(item, list | tuple):
-        return [_to_meta(inner) for inner in item]
-    if isinstance(item, dict):
-        return {name: _to_meta(inner) for name, inner in item.items()}
+        return tuple([_described(inner) for inner in item])
+    if isinstance(item, bool | int | float | complex):
+        return _Number(type(item), item)
     return item
+
+
+def _undone(item: Any) -> Any:
+    if isinstance(item, _Blank):
+        return item.made()
+    if isinstance(item, _Number):
+        return item.value
+    return [_undone(inner) for inner in item] if isinstance(item, tuple) else item

@@ -29,7 +29,7 @@ from outgrow.tracing.ops import is_opaque
 _NOT_A_NUMBER = 0xFF
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Parked:
     """A storage on its way out (`writing`), away, on its way back (`reading`), or back before anybody looked.
 
@@ -87,7 +87,7 @@ class ParkedStorages:
         self.failure: Exception | None = None
         self.remade_nbytes = 0
         self.remake_seconds = 0.0
-        self._filling: Parked | None = None
+        self._filling: list[Parked] = []  # each for the sake of the one before
         self._cancelled: list[Parked] = []
 
     @property
@@ -102,6 +102,11 @@ class ParkedStorages:
     def all(self) -> list[Parked]:
         """Those that are parked, on their way, or back ahead of their use."""
         return list(self._parked.values())
+
+    def sources(self) -> frozenset[int]:
+        """The storages that something is being made anew from right now, by serial number: they have to stay."""
+        remakes = (parked.remake for parked in self._filling)
+        return frozenset(serial for remake in remakes if remake is not None for serial in remake.serials)
 
     @property
     def has_planned_places(self) -> bool:
@@ -274,14 +279,14 @@ class ParkedStorages:
                     raise DeviceOutOfMemory("no memory for a parked value that was to come back") from error
                 self._pool.page_faults.meet(error, parked.nbytes, "a parked value on its way back")
         self._ledger.see_storage(storage)
-        self._filling = parked
+        self._filling.append(parked)  # what it is made from may have to come back before
         try:
             self._fill(parked, storage, run)
         except BaseException:  # without its bytes it must not pass for one that is back
             self._take_memory(storage)
             raise
         finally:
-            self._filling = None
+            self._filling.pop()
 
     def _fill(self, parked: Parked, storage: torch.UntypedStorage, run: RunOp) -> None:
         """Start to read a storage's bytes, or make them anew; the first time both, to see whether they agree."""
@@ -374,7 +379,7 @@ class ParkedStorages:
         for parked in reversed(self.all()):
             if self._ledger.live_bytes + need <= self._pool.budget_bytes:
                 return
-            if parked is self._filling:
+            if parked in self._filling:
                 continue
             self._settle_in(parked)
             storage = parked.record.storage()

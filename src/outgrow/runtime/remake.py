@@ -54,6 +54,11 @@ class Remake:
         """Whether nobody wrote to what the op read, nor to its result."""
         return [record.writes for record in self._watched] == self._writes
 
+    @property
+    def serials(self) -> Sequence[int]:
+        """The serial numbers of their storages."""
+        return [record.serial for record in self._records]
+
     def reads(self, record: StorageRecord) -> bool:
         """Whether the op read this storage."""
         return record in self._records

@@ -16,11 +16,12 @@ class FirstUpdates:
     PyTorch's hooks for all optimizers tell, so that nothing of ours is on the user's.
     """
 
-    def __init__(self, begins: Callable[[], None]) -> None:
-        """`begins` is a method, held weakly: called on the thread on which such an update begins."""
+    def __init__(self, begins: Callable[[Optimizer], None]) -> None:
+        """`begins` is a method, held weakly: called with the optimizer on the thread on which its update begins."""
         self._begins = weakref.WeakMethod(begins)
         self._updated: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         self._beginning: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        self._computing: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the gradients, by a closure, perhaps
         self._hooks = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -28,8 +29,8 @@ class FirstUpdates:
 
     @property
     def beginning(self) -> Sequence[Optimizer]:
-        """Those whose first update has begun since `forget`, and has not ended."""
-        return list(self._beginning)
+        """Those whose first update has begun since `forget` and has not ended, but those that call a closure."""
+        return [optimizer for optimizer in self._beginning if optimizer not in self._computing]
 
     def forget(self) -> None:
         """An update that has not ended by now has failed."""
@@ -46,7 +47,8 @@ class FirstUpdates:
         begins = self._begins()
         if new and begins is not None:
             self._beginning[optimizer] = new
-            begins()
+            (self._computing.add if has_closure else self._computing.discard)(optimizer)
+            begins(optimizer)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An update that failed, for want of memory perhaps, will be the first once more."""

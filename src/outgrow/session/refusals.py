@@ -21,7 +21,7 @@ from outgrow.tracing.optimizers import Update, update_of
 
 _OTHERS = "other tensors and this op"
 # Numbers that become tensors while an optimizer updates.
-_NUMBERS_BYTES = 4 << 10
+_NUMBERS_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -40,38 +40,42 @@ class _Need:
 
 
 @dataclass(frozen=True)
+class _Moment:
+    """What is alive at a moment and cannot leave, in all and by name, and what an optimizer keeps then, in bytes."""
+
+    live_bytes: int
+    holders: Mapping[str, int]
+    kept_bytes: int
+
+
+@dataclass(frozen=True)
 class _Refused:
-    """What a step was refused last, whether in a backward pass, and how many bytes were alive then."""
+    """What a step was refused, whether in a backward pass, and how many bytes were alive."""
 
     need: _Need
     in_backward: bool
     live_bytes: int
 
-    @property
-    def holders_then(self) -> Mapping[str, int]:
-        """What those bytes were."""
+    def moment(self, kept_bytes: int) -> _Moment:
+        """That moment, at which an optimizer kept so many bytes."""
         missing = self.need.nbytes - self.live_bytes
-        return {**self.need.holders, _OTHERS: max(0, self.need.holders[_OTHERS] - missing)}
+        holders = {**self.need.holders, _OTHERS: max(0, self.need.holders[_OTHERS] - missing)}
+        return _Moment(self.live_bytes, holders, kept_bytes)
 
 
 @dataclass(frozen=True)
 class _First:
-    """An update that will make state: `more_bytes` of it, and so many for itself beside that at its worst moment."""
+    """The first update by an optimizer."""
 
     optimizer: Optimizer
-    more_bytes: int
-    beside_bytes: int
+    update: Update
 
-    def alone(self, state: TrainingState) -> _Need:
-        """What it needs with the training state and gradients, and nothing else."""
-        holders = state.holders() | {Kind.GRADIENT.value: state.gradient_bytes(self.optimizer)}
-        return self.beside(sum(holders.values()), holders)
-
-    def beside(self, live_bytes: int, holders: Mapping[str, int]) -> _Need:
-        """What it needs with all that is alive."""
-        where = f"the first update by {type(self.optimizer).__name__}"
-        holders = {**holders, "the update's own": self.beside_bytes}
-        return _Need(live_bytes + self.beside_bytes, holders, where).with_state(self.more_bytes)
+    def need_at(self, moment: _Moment) -> _Need:
+        """What it needs with what is there at a moment."""
+        beside = self.update.beside_bytes + _NUMBERS_BYTES
+        holders = {**moment.holders, "the update's own": beside}
+        need = _Need(moment.live_bytes + beside, holders, f"the first update by {type(self.optimizer).__name__}")
+        return need.with_state(self.update.state_bytes - moment.kept_bytes)
 
 
 def refuse_hopeless_budget(budget_bytes: int, state: TrainingState, ledger: Ledger) -> None:
@@ -88,8 +92,7 @@ def refuse_hopeless_budget(budget_bytes: int, state: TrainingState, ledger: Ledg
     live, gradients = ledger.live_bytes, max(map(state.coming_gradient_bytes, state.optimizers), default=0)
     if live + gradients > budget_bytes:
         need = _Need(live + gradients, {"training state": live, "gradients": gradients}, "")
-        firsts = _firsts_of(state, state.optimizers, of_all=True)
-        raise _error_of(budget_bytes, replace(_most_of(need, (first.alone(state) for first in firsts)), where=""))
+        raise _error_of(budget_bytes, replace(_most_of(need, _first_updates(state)), where=""))
 
 
 class Refusals:
@@ -111,23 +114,32 @@ class Refusals:
         self._last: _Refused | None = None
         # Errors hold what their frames hold, and are not held.
         self._refused: weakref.WeakKeyDictionary[BudgetTooSmall, _Refused] = weakref.WeakKeyDictionary()
+        self._begun: weakref.WeakKeyDictionary[Optimizer, _Moment] = weakref.WeakKeyDictionary()
 
     def begin(self) -> None:
         """A step begins: nothing was refused in it so far."""
         self._last = None
+        self._begun.clear()
         self._updates.forget()
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to make its state."""
+        live, holders = self._ledger.live_bytes - self._saved_bytes(), self._state.holders()
+        holders[_OTHERS] = max(0, live - sum(holders.values()))
+        self._begun[optimizer] = _Moment(live, holders, self._state.state_bytes(optimizer))
 
     def too_small(self, needed: int, where: str) -> BudgetTooSmall:
         """An op, or what is named by `where`, has come to need so many bytes."""
         holders = self._state.holders()
-        holders["saved values in use"] = sum(
-            entry.nbytes for entry in self._pool.entries() if entry.storage is not None
-        )
+        holders["saved values in use"] = self._saved_bytes()
         holders["buckets of gradients"] = self._state.hidden_bucket_bytes()
         holders[_OTHERS] = max(0, needed - sum(holders.values()))
         in_backward = torch._C._current_graph_task_id() != -1
         self._last = _Refused(_Need(needed, holders, where), in_backward, self._ledger.live_bytes)
         return self._error_of(self._last)
+
+    def _saved_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self._pool.entries() if entry.storage is not None)
 
     def last(self) -> BudgetTooSmall | None:
         """The last error of this step, made anew; None where there was none."""
@@ -143,36 +155,61 @@ class Refusals:
         refused = self._refused.pop(error, None)
         if refused is None:  # it is not of this session's making, or says all already
             return
-        under_way = self._updates.beginning
-        if under_way:
-            firsts = _firsts_of(self._state, under_way, of_all=False)
-            others = [first.beside(refused.live_bytes, refused.holders_then) for first in firsts]
-        else:
-            firsts = _firsts_of(self._state, self._state.optimizers, of_all=True)
-            others = [first.alone(self._state) for first in firsts]
-            if not refused.in_backward:  # in there state may be away
-                others.append(refused.need.with_state(sum(first.more_bytes for first in firsts)))
+        # Other threads have optimizers too.
+        begun = {item: self._begun[item] for item in self._updates.beginning if item in self._begun}
+        others = self._rest_of(begun, refused) if begun else self._still_to_come(refused)
         found = _most_of(refused.need, others)
         error.say(found.nbytes, found.holders, found.where)
+
+    def _rest_of(self, begun: Mapping[Optimizer, _Moment], refused: _Refused) -> list[_Need]:
+        """What updates under way, that began at these moments, come to.
+
+        What was there then may have left meanwhile; and what was made since may be nowhere to be seen yet: SGD shows
+        its momentum once all is done. So the lesser of both.
+        """
+        found = []
+        for first in _firsts_of(begun, of_all=False):
+            now = refused.moment(self._state.state_bytes(first.optimizer))
+            found.append(min(map(first.need_at, (begun[first.optimizer], now)), key=_nbytes))
+        return found
+
+    def _still_to_come(self, refused: _Refused) -> list[_Need]:
+        """What each first update comes to; and what was refused, where state will be there in the next steps."""
+        found = _first_updates(self._state)
+        if not refused.in_backward:  # in there state may be away
+            firsts = _firsts_of(self._state.optimizers, of_all=True)
+            more = (first.update.state_bytes - self._state.state_bytes(first.optimizer) for first in firsts)
+            found.append(refused.need.with_state(sum(nbytes for nbytes in more if nbytes > 0)))
+        return found
 
 
 def _error_of(budget_bytes: int, need: _Need) -> BudgetTooSmall:
     return BudgetTooSmall(budget_bytes, need.nbytes, need.holders, need.where, exact=False)
 
 
+def _nbytes(need: _Need) -> int:
+    return need.nbytes
+
+
 def _most_of(need: _Need, others: Iterable[_Need]) -> _Need:
-    return max([need, *others], key=lambda item: item.nbytes)
+    return max([need, *others], key=_nbytes)
 
 
-def _firsts_of(state: TrainingState, optimizers: Iterable[Optimizer], *, of_all: bool) -> list[_First]:
-    """The first updates to come that are known."""
+def _first_updates(state: TrainingState) -> list[_Need]:
+    """What the first updates to come need, each with the training state and its gradients alone."""
     found = []
-    for optimizer in optimizers:
-        update = _seen_apart(optimizer, of_all=of_all)
-        more = 0 if update is None else update.state_bytes - state.state_bytes(optimizer)
-        if update is not None and more > 0:
-            found.append(_First(optimizer, more, update.beside_bytes + _NUMBERS_BYTES))
+    for first in _firsts_of(state.optimizers, of_all=True):
+        kept = state.state_bytes(first.optimizer)
+        if first.update.state_bytes > kept:
+            holders = state.holders() | {Kind.GRADIENT.value: state.gradient_bytes(first.optimizer)}
+            found.append(first.need_at(_Moment(sum(holders.values()), holders, kept)))
     return found
+
+
+def _firsts_of(optimizers: Iterable[Optimizer], *, of_all: bool) -> list[_First]:
+    """Their first updates, as far as they are known."""
+    seen = ((optimizer, _seen_apart(optimizer, of_all=of_all)) for optimizer in optimizers)
+    return [_First(optimizer, update) for optimizer, update in seen if update is not None]
 
 
 def _seen_apart(optimizer: Optimizer, *, of_all: bool) -> Update | None:

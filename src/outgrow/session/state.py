@@ -73,11 +73,11 @@ class TrainingState:
 
     def gradient_bytes(self, optimizer: torch.optim.Optimizer) -> int:
         """Bytes of the gradients that an optimizer reads, with the buckets that gradients are collected in."""
-        return self.wrappers.bucket_bytes() + sum(item.nbytes for item in self._with_own_gradients(optimizer))
+        return self.wrappers.bucket_bytes() + sum(map(_bytes_of_gradient, self._with_own_gradients(optimizer)))
 
     def coming_gradient_bytes(self, optimizer: torch.optim.Optimizer) -> int:
         """Bytes of those that are not there yet, nor is memory for them."""
-        return sum(item.nbytes for item in self._with_own_gradients(optimizer) if item.grad is None)
+        return sum(_bytes_of_gradient(item) for item in self._with_own_gradients(optimizer) if item.grad is None)
 
     def _with_own_gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         """The parameters whose gradients an optimizer reads, but those that have them in buckets."""
@@ -95,3 +95,7 @@ class TrainingState:
         kept = (tensor for tensor, kind in training_state((), (optimizer,)) if kind is Kind.OPTIMIZER)
         records = (self._ledger.see(tensor) for tensor in kept)
         return sum({record.serial: record.nbytes for record in records if record is not None}.values())
+
+
+def _bytes_of_gradient(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.element_size()  # of sparse ones, too

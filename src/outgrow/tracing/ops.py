@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ class OpFacts:
     dice_at: int = -1
 
 
+@cache
 def facts_of(func: Any) -> OpFacts:
     """Read an operator's facts off its schema."""
     schema = func._schema

@@ -24,6 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 # Other people's code may do anything when it runs once more.
 _TRUSTED = "torch.optim"
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Settings by which it runs on certain devices alone, and does the same.
 _OF_DEVICES = ("fused", "capturable")
 
@@ -79,10 +80,10 @@ def _group_of(group: Mapping[str, Any], *, of_all: bool) -> dict[str, Any]:
 
 
 def _parameter_of(parameter: torch.Tensor, *, of_all: bool) -> torch.Tensor:
-    twin = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     gradient = parameter.grad
-    if gradient is not None and gradient.layout is not torch.strided:
-        raise NotImplementedError("gradients that are not dense")
+    if type(parameter) not in _PLAIN or (gradient is not None and gradient.layout is not torch.strided):
+        raise NotImplementedError("parameters of somebody's own class, or gradients that are not dense")
+    twin = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     if gradient is not None or (of_all and parameter.requires_grad):
         twin.grad = torch.empty_like(parameter if gradient is None else gradient, device="meta")
     return twin
@@ -92,20 +93,20 @@ def _measured(twin: Optimizer, *, on_cpu: bool) -> Update:
     """Of two updates, the first of which makes the state. Counters of steps are numbers on the CPU."""
     step: Callable[[Optimizer], object] = inspect.unwrap(type(twin).step)  # without the hooks of all optimizers
     with torch.no_grad():
-        step(twin)
-        beside = _Beside()
-        with beside:
+        with _Blank():
+            step(twin)
+        with _Blank() as blank:
             step(twin)
     kept = {item.untyped_storage()._cdata: item for item in _tensors_of(twin.state) if item.is_meta or on_cpu}
-    return Update(sum(item.nbytes for item in kept.values()), beside.most_bytes)
+    return Update(sum(item.nbytes for item in kept.values()), blank.most_bytes)
 
 
 def _tensors_of(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[torch.Tensor]:
     return (item for items in state.values() for item in items.values() if isinstance(item, torch.Tensor))
 
 
-class _Beside(TorchDispatchMode):
-    """Measures what is made meanwhile, and lives at one time."""
+class _Blank(TorchDispatchMode):
+    """Has numbers for who asks tensors without memory for them, and measures what is made and lives at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +114,8 @@ class _Beside(TorchDispatchMode):
         self.most_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
         result = func(*args, **(kwargs or {}))
         if not func._schema.is_mutable:
             for tensor in outputs_of(result):
