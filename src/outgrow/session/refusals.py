@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -41,10 +40,9 @@ class _Need:
 
 @dataclass(frozen=True)
 class _Moment:
-    """What is alive at a moment and cannot leave, in all and by name, and what an optimizer keeps then, in bytes."""
+    """What is alive at a moment, and what an optimizer keeps then, in bytes."""
 
     live_bytes: int
-    holders: Mapping[str, int]
     kept_bytes: int
 
 
@@ -56,11 +54,11 @@ class _Refused:
     in_backward: bool
     live_bytes: int
 
-    def moment(self, kept_bytes: int) -> _Moment:
-        """That moment, at which an optimizer kept so many bytes."""
-        missing = self.need.nbytes - self.live_bytes
-        holders = {**self.need.holders, _OTHERS: max(0, self.need.holders[_OTHERS] - missing)}
-        return _Moment(self.live_bytes, holders, kept_bytes)
+    def at(self, moment: _Moment, kept_bytes: int) -> _Need:
+        """What was there at a moment of the update that was refused it, when its optimizer kept so much."""
+        holders = self.need.with_state(moment.kept_bytes - kept_bytes).holders
+        others = moment.live_bytes - sum(nbytes for name, nbytes in holders.items() if name != _OTHERS)
+        return _Need(moment.live_bytes, {**holders, _OTHERS: max(0, others)}, "")
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,12 @@ class _First:
     optimizer: Optimizer
     update: Update
 
-    def need_at(self, moment: _Moment) -> _Need:
-        """What it needs with what is there at a moment."""
+    def beside(self, there: _Need, kept_bytes: int) -> _Need:
+        """What it needs with what is there, of which its optimizer keeps so much."""
         beside = self.update.beside_bytes + _NUMBERS_BYTES
-        holders = {**moment.holders, "the update's own": beside}
-        need = _Need(moment.live_bytes + beside, holders, f"the first update by {type(self.optimizer).__name__}")
-        return need.with_state(self.update.state_bytes - moment.kept_bytes)
+        holders = {**there.holders, "the update's own": beside}
+        need = _Need(there.nbytes + beside, holders, f"the first update by {type(self.optimizer).__name__}")
+        return need.with_state(self.update.state_bytes - kept_bytes)
 
 
 def refuse_hopeless_budget(budget_bytes: int, state: TrainingState, ledger: Ledger) -> None:
@@ -92,7 +90,8 @@ def refuse_hopeless_budget(budget_bytes: int, state: TrainingState, ledger: Ledg
     live, gradients = ledger.live_bytes, max(map(state.coming_gradient_bytes, state.optimizers), default=0)
     if live + gradients > budget_bytes:
         need = _Need(live + gradients, {"training state": live, "gradients": gradients}, "")
-        raise _error_of(budget_bytes, replace(_most_of(need, _first_updates(state)), where=""))
+        coming = _alone(_firsts_of(state.optimizers, of_all=True), state)
+        raise _error_of(budget_bytes, replace(_most_of(need, coming), where=""))
 
 
 class Refusals:
@@ -124,22 +123,18 @@ class Refusals:
 
     def update_begins(self, optimizer: Optimizer) -> None:
         """An optimizer is about to make its state."""
-        live, holders = self._ledger.live_bytes - self._saved_bytes(), self._state.holders()
-        holders[_OTHERS] = max(0, live - sum(holders.values()))
-        self._begun[optimizer] = _Moment(live, holders, self._state.state_bytes(optimizer))
+        self._begun[optimizer] = _Moment(self._ledger.live_bytes, self._state.state_bytes(optimizer))
 
     def too_small(self, needed: int, where: str) -> BudgetTooSmall:
         """An op, or what is named by `where`, has come to need so many bytes."""
         holders = self._state.holders()
-        holders["saved values in use"] = self._saved_bytes()
+        saved = sum(entry.nbytes for entry in self._pool.entries() if entry.storage is not None)
+        holders["saved values in use"] = saved
         holders["buckets of gradients"] = self._state.hidden_bucket_bytes()
         holders[_OTHERS] = max(0, needed - sum(holders.values()))
         in_backward = torch._C._current_graph_task_id() != -1
         self._last = _Refused(_Need(needed, holders, where), in_backward, self._ledger.live_bytes)
         return self._error_of(self._last)
-
-    def _saved_bytes(self) -> int:
-        return sum(entry.nbytes for entry in self._pool.entries() if entry.storage is not None)
 
     def last(self) -> BudgetTooSmall | None:
         """The last error of this step, made anew; None where there was none."""
@@ -169,15 +164,17 @@ class Refusals:
         """
         found = []
         for first in _firsts_of(begun, of_all=False):
-            now = refused.moment(self._state.state_bytes(first.optimizer))
-            found.append(min(map(first.need_at, (begun[first.optimizer], now)), key=_nbytes))
+            kept = self._state.state_bytes(first.optimizer)
+            moments = begun[first.optimizer], _Moment(refused.live_bytes, kept)
+            needs = (first.beside(refused.at(moment, kept), moment.kept_bytes) for moment in moments)
+            found.append(min(needs, key=_nbytes))
         return found
 
     def _still_to_come(self, refused: _Refused) -> list[_Need]:
         """What each first update comes to; and what was refused, where state will be there in the next steps."""
-        found = _first_updates(self._state)
+        firsts = _firsts_of(self._state.optimizers, of_all=True)
+        found = _alone(firsts, self._state)
         if not refused.in_backward:  # in there state may be away
-            firsts = _firsts_of(self._state.optimizers, of_all=True)
             more = (first.update.state_bytes - self._state.state_bytes(first.optimizer) for first in firsts)
             found.append(refused.need.with_state(sum(nbytes for nbytes in more if nbytes > 0)))
         return found
@@ -195,26 +192,25 @@ def _most_of(need: _Need, others: Iterable[_Need]) -> _Need:
     return max([need, *others], key=_nbytes)
 
 
-def _first_updates(state: TrainingState) -> list[_Need]:
-    """What the first updates to come need, each with the training state and its gradients alone."""
-    found = []
-    for first in _firsts_of(state.optimizers, of_all=True):
+def _alone(firsts: Iterable[_First], state: TrainingState) -> list[_Need]:
+    """What those updates need that are still to come, each with the training state and its gradients alone."""
+    found, known = [], state.holders()
+    for first in firsts:
         kept = state.state_bytes(first.optimizer)
         if first.update.state_bytes > kept:
-            holders = state.holders() | {Kind.GRADIENT.value: state.gradient_bytes(first.optimizer)}
-            found.append(first.need_at(_Moment(sum(holders.values()), holders, kept)))
+            holders = known | {Kind.GRADIENT.value: state.gradient_bytes(first.optimizer)}
+            found.append(first.beside(_Need(sum(holders.values()), holders, ""), kept))
     return found
 
 
 def _firsts_of(optimizers: Iterable[Optimizer], *, of_all: bool) -> list[_First]:
-    """Their first updates, as far as they are known."""
-    seen = ((optimizer, _seen_apart(optimizer, of_all=of_all)) for optimizer in optimizers)
-    return [_First(optimizer, update) for optimizer, update in seen if update is not None]
+    """Their first updates, as far as they are known: seen on a thread on which no mode of the program's is on."""
 
+    def see() -> list[_First]:
+        seen = ((optimizer, update_of(optimizer, of_all=of_all)) for optimizer in optimizers)
+        return [_First(optimizer, update) for optimizer, update in seen if update is not None]
 
-def _seen_apart(optimizer: Optimizer, *, of_all: bool) -> Update | None:
-    """What an update takes, seen on a thread on which no mode of the program's is on; None where nobody can tell."""
     try:
-        return run_on_new_thread(partial(update_of, optimizer, of_all=of_all))
+        return run_on_new_thread(see)
     except (RuntimeError, MemoryError):  # no memory for a thread
-        return None
+        return []
