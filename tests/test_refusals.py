@@ -76,20 +76,17 @@ def test_of_parameters_without_gradients_nothing_is_kept() -> None:
 
 
 class OfSomebodys(torch.optim.SGD):
-    """Counts how often it steps."""
+    """It may do anything where it steps."""
 
-    steps = 0
 
-    def step(self, closure: Any = None) -> Any:
-        self.steps += 1
-        return super().step(closure)
+class Tagged(nn.Parameter):
+    """A parameter that runs code of its own."""
 
 
 def test_other_peoples_code_does_not_run_once_more() -> None:
     model = layers()
-    optimizer = OfSomebodys(model.parameters(), lr=0.1, momentum=0.9)
-    assert update_of(optimizer, of_all=True) is None
-    assert optimizer.steps == 0
+    assert update_of(OfSomebodys(model.parameters(), lr=0.1, momentum=0.9), of_all=True) is None
+    assert update_of(torch.optim.Adam([Tagged(torch.ones(4))]), of_all=True) is None
 
 
 def test_an_update_that_is_foreseen_calls_no_hooks_and_changes_nothing() -> None:
@@ -181,6 +178,45 @@ def test_an_update_that_has_no_room_names_all_that_it_will_make() -> None:
     with pytest.raises(BudgetTooSmall) as again:
         train(budget - parameters // 4, torch.optim.Adam)
     assert again.value.least_bytes >= 4 * parameters
+
+
+def test_an_update_under_way_needs_room_beside_what_cannot_leave() -> None:
+    """Nor is its momentum, which SGD shows only when all is done, counted twice."""
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parameters = sum(item.nbytes for item in model.parameters())
+
+    def step() -> None:
+        shared = torch.ones(parameters // 4).numpy()
+        model(torch.randn(4, 256)).square().mean().backward()
+        optimizer.step()
+        assert shared.all()
+
+    session = outgrow.Session(model, optimizer, budget=int(3.5 * parameters))
+    with session, pytest.raises(BudgetTooSmall, match="at the first update by SGD,") as caught, session.step():
+        step()
+    assert 4 * parameters <= caught.value.least_bytes < 4.1 * parameters
+
+
+class Greedy(torch.autograd.Function):
+    """Takes much on its way back."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2 + torch.ones(1 << 20).sum() * 0
+
+
+def test_what_a_backward_pass_needs_is_named_without_state_which_may_be_away_then() -> None:
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.Adam(model.parameters())
+    session = outgrow.Session(model, optimizer, budget="4MiB")
+    with session, pytest.raises(BudgetTooSmall, match=r"at aten\.ones\.default") as caught, session.step():
+        Greedy.apply(model(torch.ones(2, 256))).sum().backward()
+    assert "optimizer state" not in caught.value.holders
 
 
 def test_before_the_first_step_state_is_named_too() -> None:

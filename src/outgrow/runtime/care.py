@@ -25,6 +25,7 @@ _PLACE_OF_WEIGHT = {"aten.convolution.default": 1, "aten.convolution_backward.de
 # Guesses of fewer bytes than this teach nothing, and no lesson goes further.
 _LITTLE = 4096
 _MOST_TAUGHT = 32.0
+_VARIES = -1
 
 
 class Precedent:
@@ -62,6 +63,7 @@ class OpNeeds:
         self._open_convolutions = open_convolutions
         self._searched: set[Hashable] = set()
         self._needs: dict[Hashable, Need] = {}
+        self._rises: dict[Hashable, int] = {}  # of calls whose results nobody foresees, as long as they are the same
         self._taught: dict[Hashable, float] = {}  # how many times its guess an op took, by family
 
     def before(
@@ -82,6 +84,7 @@ class OpNeeds:
             if len(self._needs) >= _MOST_SIGNATURES:
                 self._needs.clear()
                 self._searched.clear()
+                self._rises.clear()
             extra = _LIBRARY_BYTES if self._device_type == "cuda" and facts.name.startswith(_OF_LIBRARIES) else 0
             need = guess(func, facts, args, kwargs, extra)
             if self._device_type == "cpu" and not need.depends_on_data:
@@ -109,8 +112,8 @@ class OpNeeds:
             return False
         if known is not None and known.depends_on_data:
             most = max(known.floor_bytes, rise_bytes, known.likely_bytes if known.seen else 0)
-            least = min(rise_bytes, known.certain_bytes) if known.seen else rise_bytes
-            self._needs[signature] = replace(known, certain_bytes=least, likely_bytes=most, seen=True)
+            certain = rise_bytes if known.is_steady and self._is_as_ever(signature, rise_bytes) else 0
+            self._needs[signature] = replace(known, certain_bytes=certain, likely_bytes=most, seen=True)
             return False
         if known is not None and not known.seen and rise_bytes > known.likely_bytes > _LITTLE:
             family = _family(signature)
@@ -122,6 +125,13 @@ class OpNeeds:
             made = () if known is None else known.made
             self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True, seen=True, made=made)
         return True
+
+    def _is_as_ever(self, signature: Hashable, rise_bytes: int) -> bool:
+        """Whether calls took so much each time so far, and there were several."""
+        if self._rises.setdefault(signature, rise_bytes) != rise_bytes:
+            self._rises[signature] = _VARIES
+        known = self._needs[signature]
+        return known.seen and self._rises[signature] == rise_bytes
 
 
 def _family(signature: Hashable) -> tuple[Hashable, ...]:

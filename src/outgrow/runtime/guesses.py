@@ -16,7 +16,7 @@ from torch._prims_common import suggest_memory_format
 
 from outgrow.runtime.convolution_guesses import ConvolutionCall, transformed_on_gpu, workspace_on_cpu
 from outgrow.runtime.need import Need
-from outgrow.tracing.ops import OpFacts, nbytes_of, outputs_of, parts_of, tensors_in
+from outgrow.tracing.ops import OpFacts, is_opaque, nbytes_of, outputs_of, parts_of, tensors_in
 
 _COUNT_BYTES = torch.int64.itemsize
 
@@ -29,7 +29,8 @@ def guess(func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, A
     if results is None:
         floor = read + extra
         likely = floor + _more_where_data_decides(facts.name, tensors, read)
-        return Need(0, likely, measured=False, depends_on_data=True, floor_bytes=floor)
+        is_steady = func.namespace == "aten" and not (facts.sized_by_data or any(map(is_opaque, tensors)))
+        return Need(0, likely, measured=False, depends_on_data=True, floor_bytes=floor, is_steady=is_steady)
     made = sum(results)
     more = _more(facts, args, tensors, made)
     if facts.writes:

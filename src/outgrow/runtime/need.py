@@ -12,10 +12,11 @@ class Need:
     """Bytes that an op adds at its worst moment.
 
     `certain_bytes` are its outputs at least, and what is known to lie beside them; `likely_bytes` has the workspace
-    too, measured or guessed. Where output sizes depend on data they are the least and the most so far, the latter
-    `floor_bytes` at least, and never count as measured, although such an op was `seen` to run. `is_open` is what
-    takes a workspace only of what is free, another one each time. `made` are the blocks of its results, as far as
-    they are known before it runs.
+    too, measured or guessed. Where output sizes depend on data, `likely_bytes` is the most so far, and `floor_bytes`
+    at least, and never counts as measured, although such an op was `seen` to run. Nothing of them is certain, but
+    where the op `is_steady` (nothing says that data decides: nobody wrote down what it makes) and took as much each
+    time. `is_open` is what takes a workspace only of what is free, another one each time. `made` are the blocks of
+    its results, as far as they are known before it runs.
     """
 
     certain_bytes: int
@@ -24,6 +25,7 @@ class Need:
     depends_on_data: bool = False
     is_open: bool = False
     seen: bool = False
+    is_steady: bool = False
     floor_bytes: int = 0
     made: tuple[int, ...] = ()
 

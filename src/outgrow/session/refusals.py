@@ -68,11 +68,12 @@ class _First:
     optimizer: Optimizer
     update: Update
 
-    def beside(self, there: _Need, kept_bytes: int) -> _Need:
-        """What it needs with what is there, of which its optimizer keeps so much."""
+    def beside(self, there: _Need, kept_bytes: int, what: str = "") -> _Need:
+        """What it needs with what is there, of which its optimizer keeps so much; `what` says more of it."""
         beside = self.update.beside_bytes + _NUMBERS_BYTES
         holders = {**there.holders, "the update's own": beside}
-        need = _Need(there.nbytes + beside, holders, f"the first update by {type(self.optimizer).__name__}")
+        where = f"the first update by {type(self.optimizer).__name__}{what}"
+        need = _Need(there.nbytes + beside, holders, where)
         return need.with_state(self.update.state_bytes - kept_bytes)
 
 
@@ -152,7 +153,7 @@ class Refusals:
             return
         # Other threads have optimizers too.
         begun = {item: self._begun[item] for item in self._updates.beginning if item in self._begun}
-        others = self._rest_of(begun, refused) if begun else self._still_to_come(refused)
+        others = self._rest_of(begun, refused) if begun else self._still_to_come(error, refused)
         found = _most_of(refused.need, others)
         error.say(found.nbytes, found.holders, found.where)
 
@@ -170,11 +171,12 @@ class Refusals:
             found.append(min(needs, key=_nbytes))
         return found
 
-    def _still_to_come(self, refused: _Refused) -> list[_Need]:
+    def _still_to_come(self, error: BudgetTooSmall, refused: _Refused) -> list[_Need]:
         """What each first update comes to; and what was refused, where state will be there in the next steps."""
         firsts = _firsts_of(self._state.optimizers, of_all=True)
         found = _alone(firsts, self._state)
-        if not refused.in_backward:  # in there state may be away
+        # In a backward pass state may be away; what comes back as it ends may be refused once more.
+        if not (refused.in_backward or isinstance(error.__context__, BudgetTooSmall)):
             more = (first.update.state_bytes - self._state.state_bytes(first.optimizer) for first in firsts)
             found.append(refused.need.with_state(sum(nbytes for nbytes in more if nbytes > 0)))
         return found
@@ -199,7 +201,8 @@ def _alone(firsts: Iterable[_First], state: TrainingState) -> list[_Need]:
         kept = state.state_bytes(first.optimizer)
         if first.update.state_bytes > kept:
             holders = known | {Kind.GRADIENT.value: state.gradient_bytes(first.optimizer)}
-            found.append(first.beside(_Need(sum(holders.values()), holders, ""), kept))
+            there = _Need(sum(holders.values()), holders, "")
+            found.append(first.beside(there, kept, " of all its parameters"))
     return found
 
 

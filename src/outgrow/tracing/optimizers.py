@@ -44,22 +44,22 @@ class Update:
 def update_of(optimizer: Optimizer, *, of_all: bool) -> Update | None:
     """The update that an optimizer would make now; if it is `of_all`, of every parameter that wants gradients.
 
-    Otherwise of those that have one. None where nobody can tell: of optimizers that are not PyTorch's own, of sparse
-    gradients, and of those that ask for more than gradients. No mode of the program's may be on.
+    Otherwise of those that have one. None where nobody can tell: of optimizers that are not PyTorch's own, of
+    parameters on several devices, of sparse gradients, and of those that ask for more than gradients. No mode of the
+    program's may be on.
     """
     if not f"{type(optimizer).__module__}.".startswith(f"{_TRUSTED}."):
         return None
+    devices = {item.device for group in optimizer.param_groups for item in group["params"]}
+    if len(devices) != 1:
+        return None
     try:
-        update = _measured(_twin_of(optimizer, of_all=of_all), on_cpu=_is_on_cpu(optimizer))
+        update = _measured(_twin_of(optimizer, of_all=of_all), on_cpu=devices == {torch.device("cpu")})
     except Exception as error:  # whatever it cannot do without memory
         _LOG.debug("what an update by %s takes is not known: %s", type(optimizer).__name__, error)
         return None
     is_fused = any(group.get("fused") for group in optimizer.param_groups)  # one op for all, that makes nothing
     return replace(update, beside_bytes=0) if is_fused else update
-
-
-def _is_on_cpu(optimizer: Optimizer) -> bool:
-    return all(item.is_cpu for group in optimizer.param_groups for item in group["params"])
 
 
 def _twin_of(optimizer: Optimizer, *, of_all: bool) -> Optimizer:
