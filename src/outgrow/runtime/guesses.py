@@ -264,6 +264,8 @@ def _described(item: Any) -> Any:
         return tuple([_described(inner) for inner in item])
     if isinstance(item, bool | int | float | complex):
         return _Number(type(item), item)
+    if isinstance(item, torch.UntypedStorage):  # it would be held for good
+        raise NotImplementedError("memory among the arguments")
     return item
 
 

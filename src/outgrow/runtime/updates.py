@@ -33,7 +33,7 @@ class FirstUpdates:
         return [optimizer for optimizer in self._beginning if optimizer not in self._computing]
 
     def forget(self) -> None:
-        """An update that has not ended by now has failed."""
+        """Updates that have not ended by now have failed, or are other threads'."""
         self._beginning.clear()
 
     def close(self) -> None:
