@@ -102,7 +102,7 @@ class Counted:
     def __init__(self) -> None:
         self.times = 0
 
-    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def begins(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         self.times += 1
 
 

@@ -112,7 +112,7 @@ class OpNeeds:
             return False
         if known is not None and known.depends_on_data:
             most = max(known.floor_bytes, rise_bytes, known.likely_bytes if known.seen else 0)
-            certain = rise_bytes if known.is_steady and self._is_as_ever(signature, rise_bytes) else 0
+            certain = rise_bytes if known.is_steady and self._took_again(signature, rise_bytes) else 0
             self._needs[signature] = replace(known, certain_bytes=certain, likely_bytes=most, seen=True)
             return False
         if known is not None and not known.seen and rise_bytes > known.likely_bytes > _LITTLE:
@@ -126,8 +126,8 @@ class OpNeeds:
             self._needs[signature] = Need(rise_bytes, rise_bytes, measured=True, seen=True, made=made)
         return True
 
-    def _is_as_ever(self, signature: Hashable, rise_bytes: int) -> bool:
-        """Whether calls took so much each time so far, and there were several."""
+    def _took_again(self, signature: Hashable, rise_bytes: int) -> bool:
+        """Note what a call took; whether there were others before, and each took as much."""
         if self._rises.setdefault(signature, rise_bytes) != rise_bytes:
             self._rises[signature] = _VARIES
         known = self._needs[signature]

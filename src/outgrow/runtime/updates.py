@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,25 +16,22 @@ class FirstUpdates:
     PyTorch's hooks for all optimizers tell, so that nothing of ours is on the user's.
     """
 
-    def __init__(self, begins: Callable[[Optimizer], None]) -> None:
-        """`begins` is a method, held weakly: called with the optimizer on the thread on which its update begins."""
+    def __init__(self, begins: Callable[[Optimizer, bool], None]) -> None:
+        """`begins` is a method, held weakly, that is called on the thread on which such an update begins.
+
+        It is given the optimizer, and whether that has a closure to call first.
+        """
         self._begins = weakref.WeakMethod(begins)
         self._updated: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         self._beginning: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
-        self._computing: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the gradients, by a closure, perhaps
         self._hooks = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         )
 
-    @property
-    def beginning(self) -> Sequence[Optimizer]:
-        """Those whose first update has begun since `forget` and has not ended, but those that call a closure."""
-        return [optimizer for optimizer in self._beginning if optimizer not in self._computing]
-
-    def forget(self) -> None:
-        """Updates that have not ended by now have failed, or are other threads'."""
-        self._beginning.clear()
+    def is_under_way(self, optimizer: Optimizer) -> bool:
+        """Whether the first update by an optimizer has begun, and has not ended, unless by an error."""
+        return optimizer in self._beginning
 
     def close(self) -> None:
         """Look out no more."""
@@ -47,8 +44,7 @@ class FirstUpdates:
         begins = self._begins()
         if new and begins is not None:
             self._beginning[optimizer] = new
-            (self._computing.add if has_closure else self._computing.discard)(optimizer)
-            begins(optimizer)
+            begins(optimizer, has_closure)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An update that failed, for want of memory perhaps, will be the first once more."""

@@ -120,10 +120,9 @@ class Refusals:
         """A step begins: nothing was refused in it so far."""
         self._last = None
         self._begun.clear()
-        self._updates.forget()
 
     def update_begins(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to make its state."""
+        """An optimizer is about to make its state in this step."""
         self._begun[optimizer] = _Moment(self._ledger.live_bytes, self._state.state_bytes(optimizer))
 
     def too_small(self, needed: int, where: str) -> BudgetTooSmall:
@@ -151,8 +150,7 @@ class Refusals:
         refused = self._refused.pop(error, None)
         if refused is None:  # it is not of this session's making, or says all already
             return
-        # Other threads have optimizers too.
-        begun = {item: self._begun[item] for item in self._updates.beginning if item in self._begun}
+        begun = {item: moment for item, moment in self._begun.items() if self._updates.is_under_way(item)}
         others = self._rest_of(begun, refused) if begun else self._still_to_come(error, refused)
         found = _most_of(refused.need, others)
         error.say(found.nbytes, found.holders, found.where)

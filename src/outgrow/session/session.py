@@ -375,11 +375,12 @@ class Session:
         self._begun = plan
         self._refusals.begin()
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         """An optimizer is about to make its state, of which no plan knows."""
         if self._in_step and self._thread == threading.get_ident():
             self._executor.watch()
-            self._refusals.update_begins(optimizer)
+            if not has_closure:  # which computes, and is refused what it computes with
+                self._refusals.update_begins(optimizer)
 
     def _end(self, error: BaseException | None) -> None:
         if self._in_step and threading.get_ident() != self._thread:

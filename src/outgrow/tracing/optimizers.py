@@ -31,7 +31,7 @@ _OF_DEVICES = ("fused", "capturable")
 
 @dataclass(frozen=True)
 class Update:
-    """What an update of all parameters comes to, in bytes.
+    """What an update comes to, in bytes.
 
     `state_bytes` are what the optimizer keeps from it, `beside_bytes` what it holds for itself at its worst moment
     once it has that, besides parameters and gradients.
